@@ -1,0 +1,1 @@
+"""Value types and plumbing that everything else rests on. Imports nothing of ours."""

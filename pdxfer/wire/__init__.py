@@ -1,0 +1,1 @@
+"""Control-plane messages, their encoding and the sockets that carry them. The only home of zmq."""

@@ -1,0 +1,282 @@
+"""Every control-plane message, one class each: what it says, who sends it to whom.
+
+Engines (a scheduler half and one worker half a rank), the proxy and the router speak these over ZMQ. Bounded, typed,
+versioned; never pickle. Adding or changing a field bumps `version.PROTOCOL`. KV bytes never travel here.
+
+    S scheduler half   W worker half   P proxy   R router
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode", "both"]
+Leg = Literal["prefill", "decode"]
+Stage = Literal["started", "prefilled", "granted", "landed", "scheduled"]
+"""Points of a request's life that engines stamp; the proxy adds arrival, pairing and first token."""
+Outcome = Literal["delivered", "failed", "aborted", "unused"]
+
+Id = Annotated[str, msgspec.Meta(max_length=128)]
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+BlockIds = Annotated[list[int], msgspec.Meta(max_length=1 << 17)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="m", forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag on the wire."""
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can hold; constant for one incarnation."""
+
+    num_blocks: int
+    """KV blocks of its pool."""
+    block_size: int
+    """Tokens a block."""
+    max_model_len: int
+    """Longest prompt + output, in tokens."""
+
+
+class ChannelAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node can be reached by one kind of channel; `blob` belongs to that channel's file."""
+
+    kind: Id
+    blob: bytes
+
+
+# ---- membership ------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """S → R. I am here. Sent on connect, and again when the router does not know us."""
+
+    engine_id: Id
+    incarnation: int
+    role: Role
+    url: Text
+    """HTTP base of its API server, as the proxy reaches it."""
+    model: Text
+    served_names: Annotated[list[Text], msgspec.Meta(max_length=256)]
+    """Names clients may ask for (aliases and LoRA names included)."""
+    fingerprint: Annotated[dict[str, str], msgspec.Meta(max_length=64)]
+    """KV layout and identity, field by field; two engines pair only if all fields are equal."""
+    capacity: Capacity
+    world_size: int
+    """Worker halves that must join too."""
+    free_blocks: int
+    transfers: Annotated[list[Id], msgspec.Meta(max_length=1 << 14)] = []
+    """Unsettled transfers, so that a restarted router rebuilds its leases."""
+
+
+class WorkerHello(Message, tag="worker_hello"):
+    """W → R. A rank is warm and listens."""
+
+    engine_id: Id
+    incarnation: int
+    rank: int
+    addresses: list[ChannelAddress]
+    """In the node's order of preference."""
+    generation: int
+    """Of its agents: grows when a fence replaced them."""
+
+
+class Heartbeat(Message, tag="heartbeat"):
+    """S, W → R each 0.5 s."""
+
+    incarnation: int
+    wall: float
+    """Sender's clock, for the offset between hosts."""
+    free_blocks: int = -1
+    """Blocks a new request may take, by vLLM's own rule; -1 from workers."""
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class HeartbeatAck(Message, tag="heartbeat_ack"):
+    """R → S, W, P. `known` False: say Hello again."""
+
+    known: bool
+    wall: float
+
+
+class Goodbye(Message, tag="goodbye"):
+    """S, P → R. Leaving on purpose: no new pairings, leases end."""
+
+    reason: Text
+
+
+class PeerNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker half as seen by the others."""
+
+    engine_id: Id
+    incarnation: int
+    rank: int
+    role: Role
+    addresses: list[ChannelAddress]
+    generation: int
+
+
+class Peers(Message, tag="peers"):
+    """R → W. All nodes of your rank that you may exchange KV with; replaces the previous list."""
+
+    nodes: list[PeerNode]
+
+
+class PeerReady(Message, tag="peer_ready"):
+    """W → R. Channel to that peer is open and probed (`kind`), or is not (`kind` empty, `reason` says why)."""
+
+    engine_id: Id
+    incarnation: int
+    kind: Id
+    reason: Text = ""
+
+
+# ---- pairing ---------------------------------------------------------------------------------------------------
+
+
+class ProxyHello(Message, tag="proxy_hello"):
+    """P → R. A proxy wants pairings and timeline stamps."""
+
+    proxy_id: Id
+
+
+class EngineRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one leg goes."""
+
+    engine_id: Id
+    url: Text
+
+
+class Pair(Message, tag="pair"):
+    """P → R. Find me a pair for one request."""
+
+    request_id: Id
+    num_tokens: int
+    """Estimate of prompt tokens."""
+    deadline_s: float
+    """Seconds from now within which an answer is useful."""
+    model: Text = ""
+    tenant: Id = ""
+    local_only: bool = False
+    """Ask for a decode engine alone (lists, n > 1, embeddings ...)."""
+
+
+class Pairing(Message, tag="pairing"):
+    """R → P. Drive both legs at once under this transfer id."""
+
+    request_id: Id
+    transfer_id: Id
+    prefill: EngineRef
+    decode: EngineRef
+    lease_s: float
+    """Seconds until the decode capacity held for it is given up."""
+
+
+class Local(Message, tag="local"):
+    """R → P. Send the request to this decode engine alone."""
+
+    request_id: Id
+    decode: EngineRef
+    reason: Text
+
+
+class Busy(Message, tag="busy"):
+    """R → P. Nothing can take it now."""
+
+    request_id: Id
+    retry_after_s: float
+    reason: Text
+
+
+class Release(Message, tag="release"):
+    """P → R. The request is over for the proxy (done, client gone, or never started): end the pairing."""
+
+    transfer_id: Id
+    reason: Text
+
+
+# ---- one transfer ----------------------------------------------------------------------------------------------
+
+
+class Started(Message, tag="started"):
+    """prefill S → R → decode S. First scheduled step of the prompt: time to grant."""
+
+    transfer_id: Id
+    num_tokens: int
+
+
+class Grant(Message, tag="grant"):
+    """decode S → R → prefill W of each rank, and prefill S. Permission to fill these blocks."""
+
+    transfer_id: Id
+    epoch: int
+    decode_id: Id
+    """Engine that owns the blocks."""
+    decode_incarnation: int
+    first_block: int
+    """Index, in the prompt's block table, of block_ids[0]: what decode has already is not sent."""
+    block_ids: BlockIds
+    """Decode's block ids, in prompt order."""
+    num_tokens: int
+    """Prompt length decode sees; must equal prefill's."""
+    token_digest: Annotated[bytes, msgspec.Meta(max_length=64)]
+    """blake3 over the prompt's identity (token ids and extra keys); must equal prefill's."""
+
+
+class CancelGrant(Message, tag="cancel_grant"):
+    """decode S → R → prefill S, W. Nothing (more) is wanted for this transfer."""
+
+    transfer_id: Id
+    reason: Text
+
+
+class LegFailed(Message, tag="leg_failed"):
+    """P or S → R → the other leg's S. That leg is over without having delivered; do not wait for it."""
+
+    transfer_id: Id
+    leg: Leg
+    reason: Text
+
+
+class Stamp(Message, tag="stamp"):
+    """S → R → P. A stage was reached at `wall` (sender's clock; the router shifts it to its own)."""
+
+    transfer_id: Id
+    stage: Stage
+    wall: float
+
+
+class Ended(Message, tag="ended"):
+    """decode S → R (→ P). The receive side is settled: credits and lease return."""
+
+    transfer_id: Id
+    outcome: Outcome
+    num_tokens: int
+    """Prompt tokens that came over the wire."""
+    num_bytes: int
+    num_units: int
+    channel: Id
+    reason: Text = ""
+
+
+class Drain(Message, tag="drain"):
+    """R → S. Take no new work (`on` True) or take it again."""
+
+    on: bool
+
+
+class Refused(Message, tag="refused"):
+    """R → anyone. Your Hello was refused; `reason` names the field and both values."""
+
+    reason: Text
+
+
+FromMember = (
+    Hello | WorkerHello | Heartbeat | Goodbye | PeerReady | ProxyHello | Pair | Release | Started | Grant
+    | CancelGrant | LegFailed | Stamp | Ended
+)
+"""What the router accepts."""
+FromRouter = (
+    HeartbeatAck | Peers | Pairing | Local | Busy | Started | Grant | CancelGrant | LegFailed | Stamp | Ended | Drain
+    | Refused
+)
+"""What members accept."""

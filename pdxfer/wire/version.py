@@ -1,0 +1,44 @@
+"""Protocol version and the encoding of control messages: one version byte, then msgpack.
+
+2026-11-29: version 1, first release.
+"""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdxfer.core.errors import ProtocolError
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 2 << 20
+"""Bound of one control message: a Grant for a million tokens in blocks of 16 is below 0.4 MiB."""
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Bytes of one message. Asserts our own bound."""
+    data = bytes([PROTOCOL]) + _encoder.encode(message)
+    assert len(data) <= MAX_MESSAGE_BYTES, f"{type(message).__name__} of {len(data)} bytes"
+    return data
+
+
+class Decoder(Generic[T]):
+    """Decodes one union of message types; anything else raises ProtocolError."""
+
+    def __init__(self, union: type[T]) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, data: bytes | memoryview) -> T:
+        """One message. Raises ProtocolError with the reason (size, version, type, field)."""
+        if not 2 <= len(data) <= MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"message of {len(data)} bytes; allowed are 2..{MAX_MESSAGE_BYTES}")
+        if data[0] != PROTOCOL:
+            raise ProtocolError(
+                f"protocol version {data[0]}, this side speaks {PROTOCOL}: run the same pdxfer release on both sides"
+            )
+        try:
+            return self._decoder.decode(memoryview(data)[1:])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"malformed message: {error}") from error
