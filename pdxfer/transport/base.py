@@ -171,6 +171,10 @@ class Endpoint(Protocol):
         """Number of the current agent; a fence that destroys the agent increases it."""
         ...
 
+    def admit(self, peers: Sequence[PeerId], secret: bytes) -> None:
+        """Who may connect from now on, and the secret they must prove to know; cuts off everybody else."""
+        ...
+
     def accepts(self, address: bytes) -> str:
         """Empty if a channel to this peer address can work from here, else the reason (other host, no ptrace, ...)."""
         ...
@@ -211,8 +215,6 @@ class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address peers connect to."""
     ports: tuple[int, int] = (0, 0)
     """Inclusive range to listen in; (0, 0) lets the OS choose."""
-    secret: bytes = b""
-    """Shared secret that peers prove to know before a unit is accepted (empty on loopback)."""
     connect_timeout_s: float = 5.0
     write_timeout_s: float = 10.0
     """A peer that takes no byte for this long is dead."""

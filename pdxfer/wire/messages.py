@@ -119,6 +119,8 @@ class Peers(Message, tag="peers"):
     """R → W. All nodes of your rank that you may exchange KV with; replaces the previous list."""
 
     nodes: list[PeerNode]
+    secret: Annotated[bytes, msgspec.Meta(max_length=64)]
+    """Minted by the router; nodes prove to each other that they know it before a byte of KV moves."""
 
 
 class PeerReady(Message, tag="peer_ready"):
