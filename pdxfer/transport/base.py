@@ -161,6 +161,8 @@ class Endpoint(Protocol):
     """One node's end of one kind of channel. Made by a factory `(config, me, region, sink) -> Endpoint`."""
 
     kind: str
+    writes_here: bool
+    """The receiving side executes the last hop (tcp, local): where no claim is held, nothing lands. False for nixl."""
 
     def address(self) -> bytes:
         """What peers need to connect; goes into WorkerHello. Changes when `generation` grows."""

@@ -204,6 +204,8 @@ class Started(Message, tag="started"):
 
     transfer_id: Id
     num_tokens: int
+    prefill_id: Id = ""
+    """Filled in by the router: whose nodes will write."""
 
 
 class Grant(Message, tag="grant"):
