@@ -1,0 +1,248 @@
+"""One thread a peer: turns areas into units, digests them, writes them to the peer's channel and reports back.
+
+A slow peer slows only its own lane. Areas of the same blocks whose layers follow each other are merged while they
+wait, so a slow link gets few large units and a fast one gets each layer at once. The lane owns the posted writes: it
+reports an area done only when its source memory is no longer read.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdxfer.core.cpus import unpin_current_thread
+from pdxfer.core.errors import ChannelError
+from pdxfer.kv.runs import block_runs, total_bytes
+from pdxfer.memory.region import Region
+from pdxfer.node.plan import Area
+from pdxfer.transport.base import Channel, Drained, OutgoingUnit, UnitHeader
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 16
+"""Units posted and not yet done; enough to keep a pull reader or an RDMA queue busy."""
+POLL_S = 0.001
+"""Longest wait for a completion while new areas could arrive."""
+IDLE_CHECK_S = 5.0
+
+
+@dataclass(slots=True)
+class Job:
+    """Areas of one transfer for one peer that wait for the lane; layers may grow until it is taken."""
+
+    transfer_id: str
+    epoch: int
+    area: Area
+    target_blocks: tuple[int, ...]
+    ready: Callable[[], None] | None
+    """Waits until the device has finished writing the area (CUDA event); None on CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class AreaDone:
+    """These cells were written; their source is free."""
+
+    transfer_id: str
+    epoch: int
+    num_cells: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLost:
+    """One unit could not be delivered although the channel lives (digest, bounds, read error)."""
+
+    transfer_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaneIdle:
+    """Nothing of this transfer is posted or queued here any more (answer to `drop`)."""
+
+    transfer_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFailed:
+    """The channel to this peer died; nothing of ours leaves over it any more."""
+
+    engine_id: str
+    reason: str
+
+
+Report = AreaDone | UnitLost | LaneIdle | LaneFailed
+
+
+class Lane:
+    """Ordered sending to one peer engine (same rank)."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        region: Region,
+        open_channel: Callable[[], Channel | None],
+        report: Callable[[Report], None],
+        on_failure: Callable[[Channel, str], None],
+        digest: bool,
+    ) -> None:
+        self.engine_id = engine_id
+        self._region, self._open_channel, self._report, self._on_failure = region, open_channel, report, on_failure
+        self._digest = digest
+        self._jobs: dict[tuple[str, int, int, int], Job] = {}
+        """By (transfer, epoch, first block, layer after the last), in the order they will be written."""
+        self._controls: list[Drained] = []
+        self._dropping: list[tuple[str, int]] = []
+        self._in_flight: dict[tuple[str, int], int] = {}
+        self._channel: Channel | None = None
+        self._changed = threading.Condition()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name=f"pdxfer-lane-{engine_id}", daemon=True)
+        self._thread.start()
+
+    # ---- called by the sender thread ----------------------------------------------------------------------------
+
+    def offer(self, job: Job) -> None:
+        """Queue an area that lies inside one chunk; merges with a waiting one of the same blocks."""
+        area = job.area
+        with self._changed:
+            waiting = self._jobs.pop((job.transfer_id, job.epoch, area.first_block, area.first_layer), None)
+            if waiting is not None:
+                assert waiting.area.block_ids == area.block_ids, "one block range of a prompt was planned twice"
+                first_layer = waiting.area.first_layer
+                layers = waiting.area.num_layers + area.num_layers
+                job.area = area = Area(area.first_block, area.block_ids, first_layer, layers)
+            self._jobs[job.transfer_id, job.epoch, area.first_block, area.first_layer + area.num_layers] = job
+            self._changed.notify()
+
+    def drop(self, transfer_id: str, epoch: int, farewell: Drained) -> None:
+        """Forget what waits of this transfer; LaneIdle follows once what is posted is done. `farewell` goes last."""
+        with self._changed:
+            for key in [k for k in self._jobs if k[0] == transfer_id]:
+                del self._jobs[key]
+            self._dropping.append((transfer_id, epoch))
+            self._controls.append(farewell)
+            self._changed.notify()
+
+    def tell(self, control: Drained) -> None:
+        """Send a control after the units of its transfer."""
+        with self._changed:
+            self._controls.append(control)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop the thread; the channel is closed by its pool."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify()
+        self._thread.join(timeout=2.0)
+
+    # ---- the lane's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        unpin_current_thread()
+        while True:
+            with self._changed:
+                while not (self._stop or self._jobs or self._controls or self._dropping or self._in_flight):
+                    self._changed.wait(IDLE_CHECK_S)
+                if self._stop:
+                    return
+                job = self._take()
+            try:
+                self._advance(job)
+            except (ChannelError, ValueError) as error:
+                self._fail(str(error))
+
+    def _take(self) -> Job | None:
+        if not self._jobs or sum(self._in_flight.values()) >= MAX_IN_FLIGHT:
+            return None
+        return self._jobs.pop(next(iter(self._jobs)))
+
+    def _advance(self, job: Job | None) -> None:
+        """One round: write a job if there is one, collect completions, then controls and drops when due."""
+        if job is not None:
+            self._write(job)
+        if self._in_flight:
+            self._collect(0.0 if self._jobs and sum(self._in_flight.values()) < MAX_IN_FLIGHT else POLL_S)
+        self._send_controls()
+        self._finish_drops()
+
+    def _write(self, job: Job) -> None:
+        channel = self._require_channel()
+        if job.ready is not None:
+            job.ready()
+        area = job.area
+        source = block_runs(self._region.layout, list(area.block_ids), area.first_layer, area.num_layers)
+        header = UnitHeader(
+            transfer_id=job.transfer_id,
+            epoch=job.epoch,
+            first_block=area.first_block,
+            num_blocks=len(area.block_ids),
+            first_layer=area.first_layer,
+            num_layers=area.num_layers,
+            num_bytes=total_bytes(source),
+            digest=self._region.digest(source) if self._digest and self._region.host else 0,
+        )
+        key = (job.transfer_id, job.epoch)
+        self._in_flight[key] = self._in_flight.get(key, 0) + 1
+        channel.write(
+            OutgoingUnit(
+                header=header,
+                source=source,
+                source_blocks=list(area.block_ids),
+                target_blocks=list(job.target_blocks),
+            )
+        )
+
+    def _collect(self, timeout_s: float) -> None:
+        assert self._channel is not None
+        for result in self._channel.poll(timeout_s):
+            header = result.header
+            key = (header.transfer_id, header.epoch)
+            self._in_flight[key] -= 1
+            if not self._in_flight[key]:
+                del self._in_flight[key]
+            if result.error:
+                self._report(UnitLost(header.transfer_id, header.epoch, result.error))
+            else:
+                cells = header.num_blocks * header.num_layers
+                self._report(AreaDone(header.transfer_id, header.epoch, cells, header.num_bytes))
+
+    def _send_controls(self) -> None:
+        """Controls leave after the last unit of their transfer."""
+        with self._changed:
+            busy = {key[:2] for key in self._jobs} | self._in_flight.keys()
+            due = [c for c in self._controls if (c.transfer_id, c.epoch) not in busy]
+            self._controls = [c for c in self._controls if (c.transfer_id, c.epoch) in busy]
+        for control in due:
+            self._require_channel().tell(control)
+
+    def _finish_drops(self) -> None:
+        with self._changed:
+            done = [key for key in self._dropping if key not in self._in_flight]
+            self._dropping = [key for key in self._dropping if key in self._in_flight]
+        for transfer_id, epoch in done:
+            self._report(LaneIdle(transfer_id, epoch))
+
+    def _require_channel(self) -> Channel:
+        if self._channel is None:
+            self._channel = self._open_channel()
+        if self._channel is None:
+            raise ChannelError(f"no channel to {self.engine_id} is open; see the log of the channel pool")
+        return self._channel
+
+    def _fail(self, reason: str) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+            self._on_failure(channel, reason)
+        with self._changed:
+            self._jobs.clear()
+            self._controls.clear()
+            self._in_flight.clear()
+            dropping, self._dropping = self._dropping, []
+        self._report(LaneFailed(self.engine_id, reason))
+        for transfer_id, epoch in dropping:
+            self._report(LaneIdle(transfer_id, epoch))

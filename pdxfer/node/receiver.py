@@ -1,0 +1,332 @@
+"""What a decode rank expects, who may write where, and what has landed. The node's Sink.
+
+    expect ──▶ EXPECTED ──units claimed, landed, verified──▶ complete ──▶ Landed
+                  │  revoke / digest mismatch / peer lost / peer drained early
+                  ▼
+               REVOKED: no claim is granted any more; Abort to the peer; when it has Drained, or its channel is
+               fenced, nothing can land ──▶ Fenced (with the length of the good prefix)
+
+Called from the endpoints' threads (Sink), the half link's thread (expect, revoke) and its own reaper thread.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pdxfer.core.clock import Clock
+from pdxfer.core.errors import ChannelError
+from pdxfer.kv.runs import Runs, block_runs
+from pdxfer.memory.region import Region
+from pdxfer.transport.base import Abort, Control, Drained, Endpoint, PeerId, UnitFailed, UnitHeader
+from pdxfer.wire.halves import Expect, Fenced, Landed, ToScheduler
+
+log = logging.getLogger(__name__)
+
+CLAIM_WAIT_S = 1.0
+"""How long an early unit waits for its Expect (the scheduler half sends both; only sockets differ)."""
+MAX_ENDED = 4096
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """One grant of ours."""
+
+    expect: Expect
+    landed: npt.NDArray[np.bool_]
+    """Shape [blocks of the grant, layers]."""
+    claims: int = 0
+    """Writes under way here (channels whose last hop is ours)."""
+    num_units: int = 0
+    num_bytes: int = 0
+    channel: str = ""
+    revoked: str = ""
+    """Why; empty while units are welcome."""
+    drain_by: float = 0.0
+    """After this the peer's channels are fenced."""
+    peer_stopped: bool = False
+    """The peer has said that it writes no more."""
+
+    @property
+    def num_valid(self) -> int:
+        """Blocks of the grant, from its start, that are good in all layers."""
+        whole = self.landed.all(axis=1)
+        return int(whole.size if whole.all() else whole.argmin())
+
+
+@dataclass(slots=True)
+class _Endpoints:
+    by_kind: dict[str, Endpoint] = field(default_factory=dict)
+
+
+class Receiver:
+    """Expectations of one rank, and the Sink its endpoints call."""
+
+    def __init__(
+        self,
+        rank: int,
+        region: Region,
+        report: Callable[[ToScheduler], None],
+        clock: Clock,
+        drain_s: float,
+    ) -> None:
+        self._rank, self._region, self._report, self._clock, self._drain_s = rank, region, report, clock, drain_s
+        self._incoming: dict[tuple[str, int], _Incoming] = {}
+        self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._endpoints: Sequence[Endpoint] = ()
+        self._changed = threading.Condition()
+        self._stop = False
+        self.num_rejected = 0
+        """Units that were refused: unknown, stale, out of bounds, twice."""
+        self.num_corrupt = 0
+        """Units whose digest did not match."""
+        self._reaper = threading.Thread(target=self._reap, name="pdxfer-receiver", daemon=True)
+
+    def start(self, endpoints: Sequence[Endpoint]) -> None:
+        """Begin; `endpoints` are the node's, which call this Sink."""
+        self._endpoints = endpoints
+        self._reaper.start()
+
+    def close(self) -> None:
+        """Stop the reaper. Endpoints are closed by the node, which fences everything."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        if self._reaper.is_alive():
+            self._reaper.join(timeout=2.0)
+
+    # ---- from the scheduler half ---------------------------------------------------------------------------------
+
+    def expect(self, expect: Expect) -> None:
+        """From now on these blocks may be filled under this transfer and epoch."""
+        key = (expect.transfer_id, expect.epoch)
+        shape = (len(expect.block_ids), self._region.layout.num_layers)
+        with self._changed:
+            if key in self._incoming or key in self._ended:
+                return
+            self._incoming[key] = _Incoming(expect, np.zeros(shape, dtype=np.bool_))
+            self._changed.notify_all()
+        self._attend()
+
+    def revoke(self, transfer_id: str, epoch: int, reason: str) -> None:
+        """Take a grant back; Fenced follows."""
+        with self._changed:
+            incoming = self._incoming.get((transfer_id, epoch))
+            if incoming is None:
+                log.debug("revoke of %s/%d which is not out", transfer_id, epoch)
+                return
+        self._begin_revoke(incoming, reason)
+
+    # ---- Sink ----------------------------------------------------------------------------------------------------
+
+    def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
+        """Destination runs for one write, or None: not wanted."""
+        key = (header.transfer_id, header.epoch)
+        with self._changed:
+            self._changed.wait_for(lambda: self._known(key), timeout=CLAIM_WAIT_S)
+            incoming = self._incoming.get(key)
+            if incoming is None or incoming.revoked or not self._fits(incoming, peer, header):
+                self.num_rejected += 1
+                return None
+            incoming.claims += 1
+        at = header.first_block - incoming.expect.first_block
+        ids = incoming.expect.block_ids[at : at + header.num_blocks]
+        return block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
+
+    def arrived(self, peer: PeerId, header: UnitHeader) -> bool:
+        """Verify, count, release the claim."""
+        incoming = self._incoming.get((header.transfer_id, header.epoch))
+        if incoming is None:
+            return False
+        at = header.first_block - incoming.expect.first_block
+        good = self._verify(incoming, at, header)
+        complete = False
+        with self._changed:
+            incoming.claims -= 1
+            self._changed.notify_all()
+            if good and not incoming.revoked:
+                incoming.landed[at : at + header.num_blocks, header.first_layer : header.first_layer + header.num_layers] = True
+                incoming.num_units += 1
+                incoming.num_bytes += header.num_bytes
+                complete = bool(incoming.landed.all())
+                if complete:
+                    self._retire(incoming)
+        if complete:
+            self._report(self._landed(incoming))
+            self._attend()
+        if not good:
+            self._corrupt(incoming, peer, header)
+        return good
+
+    def failed(self, peer: PeerId, header: UnitHeader, reason: str) -> None:
+        """A claimed write did not finish."""
+        incoming = self._incoming.get((header.transfer_id, header.epoch))
+        if incoming is None:
+            return
+        with self._changed:
+            incoming.claims -= 1
+            self._changed.notify_all()
+        self._begin_revoke(incoming, f"unit from {peer.engine_id} failed: {reason}")
+
+    def control(self, peer: PeerId, control: Control) -> None:
+        """Drained and UnitFailed concern us; Abort is for the sender (the node routes it)."""
+        assert not isinstance(control, Abort)
+        key = (
+            (control.header.transfer_id, control.header.epoch)
+            if isinstance(control, UnitFailed)
+            else (control.transfer_id, control.epoch)
+        )
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.expect.prefill_id != peer.engine_id:
+            return
+        if isinstance(control, Drained):
+            with self._changed:
+                incoming.peer_stopped = True
+                self._changed.notify_all()
+            if control.complete and not incoming.revoked:
+                self._begin_revoke(incoming, "prefill says all was sent, but units are missing")
+                return
+        self._begin_revoke(incoming, f"{peer.engine_id}: {control.reason or 'stopped'}")
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """That peer cannot write on this channel any more; what it had not delivered is missing."""
+        with self._changed:
+            theirs = [i for i in self._incoming.values() if i.expect.prefill_id == peer.engine_id]
+        for incoming in theirs:
+            self._begin_revoke(incoming, f"connection to {peer.engine_id} lost: {reason}")
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _known(self, key: tuple[str, int]) -> bool:
+        return key in self._incoming or key in self._ended or self._stop
+
+    def _fits(self, incoming: _Incoming, peer: PeerId, header: UnitHeader) -> bool:
+        at = header.first_block - incoming.expect.first_block
+        if incoming.expect.prefill_id not in ("", peer.engine_id) or at < 0:
+            return False
+        if at + header.num_blocks > len(incoming.expect.block_ids):
+            return False
+        if header.first_layer < 0 or header.first_layer + header.num_layers > self._region.layout.num_layers:
+            return False
+        if header.num_bytes != header.num_blocks * header.num_layers * self._region.layout.block_bytes:
+            return False
+        area = incoming.landed[at : at + header.num_blocks, header.first_layer : header.first_layer + header.num_layers]
+        return not bool(area.any())
+
+    def _verify(self, incoming: _Incoming, at: int, header: UnitHeader) -> bool:
+        if not header.digest or not self._region.host:
+            return True
+        ids = incoming.expect.block_ids[at : at + header.num_blocks]
+        runs = block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
+        return self._region.digest(runs) == header.digest
+
+    def _corrupt(self, incoming: _Incoming, peer: PeerId, header: UnitHeader) -> None:
+        self.num_corrupt += 1
+        log.warning("unit of %s from %s arrived with a wrong digest; recomputing from there", header.transfer_id, peer)
+        self._tell(peer, UnitFailed(header=header, reason="digest mismatch"))
+        self._begin_revoke(incoming, "digest mismatch")
+
+    def _landed(self, incoming: _Incoming) -> Landed:
+        return Landed(
+            rank=self._rank,
+            transfer_id=incoming.expect.transfer_id,
+            epoch=incoming.expect.epoch,
+            num_units=incoming.num_units,
+            num_bytes=incoming.num_bytes,
+            channel=incoming.channel,
+            wall=self._clock.wall(),
+        )
+
+    def _begin_revoke(self, incoming: _Incoming, reason: str) -> None:
+        with self._changed:
+            key = (incoming.expect.transfer_id, incoming.expect.epoch)
+            if incoming.revoked or key not in self._incoming:
+                return
+            incoming.revoked = reason
+            incoming.drain_by = self._clock.now() + self._drain_s
+            self._changed.notify_all()
+        abort = Abort(transfer_id=key[0], epoch=key[1], reason=reason[:1000])
+        for peer in self._peers_of(incoming):
+            self._tell(peer, abort)
+
+    def _reap(self) -> None:
+        """Finish revoked grants: wait for claims and Drained, or fence when the drain deadline passes."""
+        while True:
+            with self._changed:
+                if self._stop:
+                    return
+                revoked = [i for i in self._incoming.values() if i.revoked]
+                if not any(self._is_quiet(i) or self._clock.now() >= i.drain_by for i in revoked):
+                    self._changed.wait(0.02 if revoked else 5.0)
+                    continue
+            for incoming in revoked:
+                if self._is_quiet(incoming):
+                    self._fenced(incoming)
+                elif self._clock.now() >= incoming.drain_by:
+                    self._fence(incoming)
+
+    def _is_quiet(self, incoming: _Incoming) -> bool:
+        """Nothing of this grant can land: no claim is held, and no peer writes by itself (or it has stopped)."""
+        return incoming.claims == 0 and (incoming.peer_stopped or not self._pushed_by_peer(incoming))
+
+    def _pushed_by_peer(self, incoming: _Incoming) -> bool:
+        return any(not e.writes_here for e in self._endpoints)
+
+    def _fence(self, incoming: _Incoming) -> None:
+        log.warning(
+            "%s did not drain %s in %d ms (%s): fencing its channels",
+            incoming.expect.prefill_id, incoming.expect.transfer_id, int(self._drain_s * 1000), incoming.revoked,
+        )
+        for peer in self._peers_of(incoming):
+            for endpoint in self._endpoints:
+                endpoint.fence(peer)
+        self._fenced(incoming)
+
+    def _fenced(self, incoming: _Incoming) -> None:
+        with self._changed:
+            if (incoming.expect.transfer_id, incoming.expect.epoch) not in self._incoming:
+                return
+            self._retire(incoming)
+        self._report(
+            Fenced(
+                rank=self._rank,
+                transfer_id=incoming.expect.transfer_id,
+                epoch=incoming.expect.epoch,
+                num_valid=incoming.num_valid,
+                reason=incoming.revoked[:1000],
+            )
+        )
+        self._attend()
+
+    def _retire(self, incoming: _Incoming) -> None:
+        key = (incoming.expect.transfer_id, incoming.expect.epoch)
+        self._incoming.pop(key, None)
+        self._ended[key] = None
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _tell(self, peer: PeerId, control: Control) -> None:
+        for endpoint in self._endpoints:
+            try:
+                endpoint.tell(peer, control)
+            except ChannelError as error:
+                log.debug("%s over %s to %s not sent: %s", type(control).__name__, endpoint.kind, peer.engine_id, error)
+
+    def _attend(self) -> None:
+        with self._changed:
+            active = bool(self._incoming)
+        for endpoint in self._endpoints:
+            endpoint.attend(active)
+
+    def _peers_of(self, incoming: _Incoming) -> list[PeerId]:
+        return [p for p in self._known_peers() if p.engine_id == incoming.expect.prefill_id]
+
+    def _known_peers(self) -> Sequence[PeerId]:
+        return self.peers()
+
+    peers: Callable[[], Sequence[PeerId]] = staticmethod(lambda: ())
+    """Set by the node: peers currently admitted."""

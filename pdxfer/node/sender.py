@@ -1,0 +1,262 @@
+"""Joins what prefill has ready with what decode has granted, and feeds the lanes.
+
+Called from three sides, which only put events into a queue: the compute thread (steps, layers), the router client
+(grants), the scheduler half (forget). One sender thread owns all state; lanes report back into the same queue.
+
+    plan(step) ─┐
+    layer_done ─┼─▶ sender thread: ready areas × grant → chunk pieces ─▶ lane(peer) ─▶ channel.write
+    grant ──────┘                          ▲ AreaDone, LaneFailed ...      │
+                                           └──────────────────────────────┘
+    all cells done → Drained to the peer, Settled to the scheduler half → blocks go back
+"""
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdxfer.core.cpus import unpin_current_thread
+from pdxfer.node.lane import AreaDone, Job, Lane, LaneFailed, LaneIdle, Report, UnitLost
+from pdxfer.node.plan import Area, SendPlan
+from pdxfer.transport.base import Drained
+from pdxfer.wire.messages import Grant
+
+log = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 4096
+"""Grants without a plan and ended transfers that are remembered."""
+Ready = Callable[[], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    plans: tuple[SendPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    first_layer: int
+    num_layers: int
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    transfer_id: str
+    reason: str
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """One transfer that leaves here."""
+
+    transfer_id: str
+    grant: Grant | None = None
+    total_blocks: int = 0
+    num_tokens: int = 0
+    token_digest: bytes = b""
+    waiting: list[tuple[Area, Ready]] = field(default_factory=list)
+    """Final areas for which no grant is here yet."""
+    num_cells_done: int = 0
+    ending: str = ""
+    """Why nothing more is sent; empty while sending."""
+
+    @property
+    def num_cells(self) -> int:
+        """Blocks to send; cells are these times the layers."""
+        return self.total_blocks - self.grant.first_block if self.grant else 0
+
+
+class Sender:
+    """Everything a prefill rank sends, over all peers."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        chunk_blocks: int,
+        open_lane: Callable[[str, Callable[[Report], None]], Lane],
+        on_settled: Callable[[str, bool, str], None],
+    ) -> None:
+        self._num_layers, self._chunk_blocks = num_layers, chunk_blocks
+        self._open_lane, self._on_settled = open_lane, on_settled
+        self._events: queue.SimpleQueue[_Step | _Layers | _Forget | Grant | Report | None] = queue.SimpleQueue()
+        self._transfers: OrderedDict[str, _Outgoing] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._lanes: dict[str, Lane] = {}
+        self._step: tuple[SendPlan, ...] = ()
+        self._thread = threading.Thread(target=self._run, name="pdxfer-sender", daemon=True)
+        self._thread.start()
+
+    # ---- called by others; cheap, never block --------------------------------------------------------------------
+
+    def begin_step(self, plans: tuple[SendPlan, ...]) -> None:
+        """The step that makes these blocks final begins (compute thread, before the forward)."""
+        self._events.put(_Step(plans))
+
+    def layers_done(self, first_layer: int, num_layers: int, ready: Ready = None) -> None:
+        """These layers of the current step's plans are final (compute thread); `ready` waits for the device."""
+        self._events.put(_Layers(first_layer, num_layers, ready))
+
+    def grant(self, grant: Grant) -> None:
+        """Decode permits (router client's thread)."""
+        self._events.put(grant)
+
+    def forget(self, transfer_id: str, reason: str) -> None:
+        """Stop sending this transfer; on_settled follows when nothing of it is read any more."""
+        self._events.put(_Forget(transfer_id, reason))
+
+    def close(self) -> None:
+        """Stop all lanes and the thread."""
+        self._events.put(None)
+        self._thread.join(timeout=2.0)
+        for lane in self._lanes.values():
+            lane.close()
+
+    # ---- the sender thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        unpin_current_thread()
+        while (event := self._events.get()) is not None:
+            match event:
+                case _Step():
+                    self._begin(event.plans)
+                case _Layers():
+                    self._layers(event)
+                case Grant():
+                    self._granted(event)
+                case _Forget():
+                    self._end(event.transfer_id, event.reason)
+                case AreaDone():
+                    self._area_done(event)
+                case UnitLost():
+                    self._end(event.transfer_id, event.reason)
+                case LaneIdle():
+                    self._idle(event)
+                case LaneFailed():
+                    self._lane_failed(event)
+
+    def _begin(self, plans: tuple[SendPlan, ...]) -> None:
+        self._step = plans
+        for plan in plans:
+            if plan.transfer_id in self._ended:
+                continue
+            transfer = self._transfers.setdefault(plan.transfer_id, _Outgoing(plan.transfer_id))
+            transfer.total_blocks, transfer.num_tokens = plan.total_blocks, plan.num_tokens
+            transfer.token_digest = plan.token_digest
+            if transfer.grant is not None and not self._same_prompt(transfer):
+                continue
+            if plan.num_ready:
+                self._ready(transfer, Area(plan.first_block, plan.block_ids[: plan.num_ready], 0, self._num_layers), None)
+
+    def _layers(self, layers: _Layers) -> None:
+        for plan in self._step:
+            transfer = self._transfers.get(plan.transfer_id)
+            fresh = plan.block_ids[plan.num_ready :]
+            if transfer is not None and fresh:
+                area = Area(plan.first_block + plan.num_ready, fresh, layers.first_layer, layers.num_layers)
+                self._ready(transfer, area, layers.ready)
+
+    def _ready(self, transfer: _Outgoing, area: Area, ready: Ready) -> None:
+        if transfer.ending:
+            return
+        if transfer.grant is None:
+            transfer.waiting.append((area, ready))
+        else:
+            self._send(transfer, transfer.grant, area, ready)
+
+    def _granted(self, grant: Grant) -> None:
+        if grant.transfer_id in self._ended:
+            log.debug("grant for %s came after its end", grant.transfer_id)
+            return
+        transfer = self._transfers.setdefault(grant.transfer_id, _Outgoing(grant.transfer_id))
+        if transfer.grant is not None or transfer.ending:
+            return
+        transfer.grant = grant
+        if transfer.total_blocks and not self._same_prompt(transfer):
+            return
+        waiting, transfer.waiting = transfer.waiting, []
+        for area, ready in waiting:
+            self._send(transfer, grant, area, ready)
+        self._bound()
+
+    def _same_prompt(self, transfer: _Outgoing) -> bool:
+        grant = transfer.grant
+        assert grant is not None
+        last = grant.first_block + len(grant.block_ids)
+        if (grant.num_tokens, grant.token_digest) == (transfer.num_tokens, transfer.token_digest) and (
+            last == transfer.total_blocks
+        ):
+            return True
+        self._end(
+            transfer.transfer_id,
+            f"prompts differ: decode has {grant.num_tokens} tokens (digest {grant.token_digest.hex()[:12]}), prefill "
+            f"{transfer.num_tokens} ({transfer.token_digest.hex()[:12]}); same tokenizer and chat template on both?",
+        )
+        return False
+
+    def _send(self, transfer: _Outgoing, grant: Grant, area: Area, ready: Ready) -> None:
+        wanted = area.clip(grant.first_block)
+        if wanted is None:
+            return
+        lane = self._lane(grant.decode_id)
+        for piece in wanted.split(self._chunk_blocks):
+            at = piece.first_block - grant.first_block
+            targets = tuple(grant.block_ids[at : at + len(piece.block_ids)])
+            lane.offer(Job(transfer.transfer_id, grant.epoch, piece, targets, ready))
+
+    def _lane(self, engine_id: str) -> Lane:
+        if engine_id not in self._lanes:
+            self._lanes[engine_id] = self._open_lane(engine_id, self._events.put)
+        return self._lanes[engine_id]
+
+    def _area_done(self, done: AreaDone) -> None:
+        transfer = self._transfers.get(done.transfer_id)
+        if transfer is None or transfer.grant is None or transfer.grant.epoch != done.epoch:
+            return
+        transfer.num_cells_done += done.num_cells
+        if not transfer.ending and transfer.num_cells_done == transfer.num_cells * self._num_layers:
+            farewell = Drained(transfer_id=done.transfer_id, epoch=done.epoch, complete=True)
+            self._lane(transfer.grant.decode_id).tell(farewell)
+            self._settle(transfer, True, "")
+
+    def _end(self, transfer_id: str, reason: str) -> None:
+        """Stop a transfer; it settles when its lane has nothing posted any more."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            if transfer_id not in self._ended:
+                self._settle(_Outgoing(transfer_id), False, reason)
+            return
+        if transfer.ending:
+            return
+        transfer.ending = reason or "ended"
+        transfer.waiting.clear()
+        if transfer.grant is None or transfer.grant.decode_id not in self._lanes:
+            self._settle(transfer, False, reason)
+            return
+        farewell = Drained(transfer_id=transfer_id, epoch=transfer.grant.epoch, complete=False, reason=reason[:1000])
+        self._lanes[transfer.grant.decode_id].drop(transfer_id, transfer.grant.epoch, farewell)
+
+    def _idle(self, idle: LaneIdle) -> None:
+        transfer = self._transfers.get(idle.transfer_id)
+        if transfer is not None and transfer.ending:
+            self._settle(transfer, False, transfer.ending)
+
+    def _lane_failed(self, failed: LaneFailed) -> None:
+        for transfer in list(self._transfers.values()):
+            if transfer.grant is not None and transfer.grant.decode_id == failed.engine_id:
+                self._settle(transfer, False, failed.reason)
+
+    def _settle(self, transfer: _Outgoing, delivered: bool, reason: str) -> None:
+        self._transfers.pop(transfer.transfer_id, None)
+        self._ended[transfer.transfer_id] = None
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        self._on_settled(transfer.transfer_id, delivered, reason)
+
+    def _bound(self) -> None:
+        """Grants whose prompt never came are forgotten, oldest first."""
+        unplanned = [t for t in self._transfers.values() if not t.total_blocks]
+        for transfer in unplanned[: max(0, len(unplanned) - MAX_REMEMBERED)]:
+            self._settle(transfer, False, "no prompt came for this grant")
