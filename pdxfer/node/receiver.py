@@ -1,4 +1,4 @@
-"""What a decode rank expects, who may write where, and what has landed. The node's Sink.
+"""What a decode rank expects, who may write where, and what has landed.
 
     expect ──▶ EXPECTED ──units claimed, landed, verified──▶ complete ──▶ Landed
                   │  revoke / digest mismatch / peer lost / peer drained early
@@ -48,8 +48,12 @@ class _Incoming:
     """Why; empty while units are welcome."""
     drain_by: float = 0.0
     """After this the peer's channels are fenced."""
+    told: bool = False
+    """Abort has gone out wherever the peer is connected; only then can the grant count as quiet."""
+    pushed: bool = False
+    """The peer has a channel over which it writes by itself (nixl): quiet only when it has stopped."""
     peer_stopped: bool = False
-    """The peer has said that it writes no more."""
+    """The peer has said that it writes no more, or cannot any more."""
 
     @property
     def num_valid(self) -> int:
@@ -58,13 +62,8 @@ class _Incoming:
         return int(whole.size if whole.all() else whole.argmin())
 
 
-@dataclass(slots=True)
-class _Endpoints:
-    by_kind: dict[str, Endpoint] = field(default_factory=dict)
-
-
 class Receiver:
-    """Expectations of one rank, and the Sink its endpoints call."""
+    """Expectations of one rank; implements Sink (the node hands each endpoint a view that names its kind)."""
 
     def __init__(
         self,
@@ -73,8 +72,10 @@ class Receiver:
         report: Callable[[ToScheduler], None],
         clock: Clock,
         drain_s: float,
+        peers: Callable[[], Sequence[PeerId]],
     ) -> None:
         self._rank, self._region, self._report, self._clock, self._drain_s = rank, region, report, clock, drain_s
+        self._peers = peers
         self._incoming: dict[tuple[str, int], _Incoming] = {}
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._endpoints: Sequence[Endpoint] = ()
@@ -137,8 +138,8 @@ class Receiver:
         ids = incoming.expect.block_ids[at : at + header.num_blocks]
         return block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
 
-    def arrived(self, peer: PeerId, header: UnitHeader) -> bool:
-        """Verify, count, release the claim."""
+    def arrived(self, peer: PeerId, header: UnitHeader, kind: str = "") -> bool:
+        """Verify, count, release the claim; `kind` names the channel it came over."""
         incoming = self._incoming.get((header.transfer_id, header.epoch))
         if incoming is None:
             return False
@@ -152,6 +153,7 @@ class Receiver:
                 incoming.landed[at : at + header.num_blocks, header.first_layer : header.first_layer + header.num_layers] = True
                 incoming.num_units += 1
                 incoming.num_bytes += header.num_bytes
+                incoming.channel = kind
                 complete = bool(incoming.landed.all())
                 if complete:
                     self._retire(incoming)
@@ -197,7 +199,12 @@ class Receiver:
         with self._changed:
             theirs = [i for i in self._incoming.values() if i.expect.prefill_id == peer.engine_id]
         for incoming in theirs:
+            incoming.peer_stopped = True
             self._begin_revoke(incoming, f"connection to {peer.engine_id} lost: {reason}")
+
+    def expects(self, header: UnitHeader) -> bool:
+        """Whether this unit belongs to a grant of ours."""
+        return (header.transfer_id, header.epoch) in self._incoming
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
@@ -227,7 +234,8 @@ class Receiver:
     def _corrupt(self, incoming: _Incoming, peer: PeerId, header: UnitHeader) -> None:
         self.num_corrupt += 1
         log.warning("unit of %s from %s arrived with a wrong digest; recomputing from there", header.transfer_id, peer)
-        self._tell(peer, UnitFailed(header=header, reason="digest mismatch"))
+        for endpoint in self._endpoints:
+            self._tell(endpoint, peer, UnitFailed(header=header, reason="digest mismatch"))
         self._begin_revoke(incoming, "digest mismatch")
 
     def _landed(self, incoming: _Incoming) -> Landed:
@@ -251,7 +259,12 @@ class Receiver:
             self._changed.notify_all()
         abort = Abort(transfer_id=key[0], epoch=key[1], reason=reason[:1000])
         for peer in self._peers_of(incoming):
-            self._tell(peer, abort)
+            for endpoint in self._endpoints:
+                told = self._tell(endpoint, peer, abort)
+                incoming.pushed = incoming.pushed or (told and not endpoint.writes_here)
+        with self._changed:
+            incoming.told = True
+            self._changed.notify_all()
 
     def _reap(self) -> None:
         """Finish revoked grants: wait for claims and Drained, or fence when the drain deadline passes."""
@@ -271,10 +284,7 @@ class Receiver:
 
     def _is_quiet(self, incoming: _Incoming) -> bool:
         """Nothing of this grant can land: no claim is held, and no peer writes by itself (or it has stopped)."""
-        return incoming.claims == 0 and (incoming.peer_stopped or not self._pushed_by_peer(incoming))
-
-    def _pushed_by_peer(self, incoming: _Incoming) -> bool:
-        return any(not e.writes_here for e in self._endpoints)
+        return incoming.told and incoming.claims == 0 and (incoming.peer_stopped or not incoming.pushed)
 
     def _fence(self, incoming: _Incoming) -> None:
         log.warning(
@@ -283,7 +293,8 @@ class Receiver:
         )
         for peer in self._peers_of(incoming):
             for endpoint in self._endpoints:
-                endpoint.fence(peer)
+                if endpoint.writes_here or incoming.pushed:
+                    endpoint.fence(peer)
         self._fenced(incoming)
 
     def _fenced(self, incoming: _Incoming) -> None:
@@ -309,12 +320,13 @@ class Receiver:
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _tell(self, peer: PeerId, control: Control) -> None:
-        for endpoint in self._endpoints:
-            try:
-                endpoint.tell(peer, control)
-            except ChannelError as error:
-                log.debug("%s over %s to %s not sent: %s", type(control).__name__, endpoint.kind, peer.engine_id, error)
+    def _tell(self, endpoint: Endpoint, peer: PeerId, control: Control) -> bool:
+        try:
+            endpoint.tell(peer, control)
+        except ChannelError as error:
+            log.debug("%s to %s over %s not sent: %s", type(control).__name__, peer.engine_id, endpoint.kind, error)
+            return False
+        return True
 
     def _attend(self) -> None:
         with self._changed:
@@ -323,10 +335,4 @@ class Receiver:
             endpoint.attend(active)
 
     def _peers_of(self, incoming: _Incoming) -> list[PeerId]:
-        return [p for p in self._known_peers() if p.engine_id == incoming.expect.prefill_id]
-
-    def _known_peers(self) -> Sequence[PeerId]:
-        return self.peers()
-
-    peers: Callable[[], Sequence[PeerId]] = staticmethod(lambda: ())
-    """Set by the node: peers currently admitted."""
+        return [p for p in self._peers() if p.engine_id == incoming.expect.prefill_id]

@@ -48,6 +48,14 @@ class _Forget:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    engine_id: str
+    transfer_id: str
+    epoch: int
+    reason: str
+
+
 @dataclass(slots=True)
 class _Outgoing:
     """One transfer that leaves here."""
@@ -81,7 +89,7 @@ class Sender:
     ) -> None:
         self._num_layers, self._chunk_blocks = num_layers, chunk_blocks
         self._open_lane, self._on_settled = open_lane, on_settled
-        self._events: queue.SimpleQueue[_Step | _Layers | _Forget | Grant | Report | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Step | _Layers | _Forget | _Abort | Grant | Report | None] = queue.SimpleQueue()
         self._transfers: OrderedDict[str, _Outgoing] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._lanes: dict[str, Lane] = {}
@@ -107,6 +115,10 @@ class Sender:
         """Stop sending this transfer; on_settled follows when nothing of it is read any more."""
         self._events.put(_Forget(transfer_id, reason))
 
+    def abort(self, engine_id: str, transfer_id: str, epoch: int, reason: str) -> None:
+        """The receiver takes its grant back: stop, and answer Drained even if all was sent long ago."""
+        self._events.put(_Abort(engine_id, transfer_id, epoch, reason))
+
     def close(self) -> None:
         """Stop all lanes and the thread."""
         self._events.put(None)
@@ -128,6 +140,8 @@ class Sender:
                     self._granted(event)
                 case _Forget():
                     self._end(event.transfer_id, event.reason)
+                case _Abort():
+                    self._aborted(event)
                 case AreaDone():
                     self._area_done(event)
                 case UnitLost():
@@ -237,6 +251,13 @@ class Sender:
             return
         farewell = Drained(transfer_id=transfer_id, epoch=transfer.grant.epoch, complete=False, reason=reason[:1000])
         self._lanes[transfer.grant.decode_id].drop(transfer_id, transfer.grant.epoch, farewell)
+
+    def _aborted(self, abort: _Abort) -> None:
+        if abort.transfer_id in self._transfers:
+            self._end(abort.transfer_id, abort.reason)
+        else:
+            farewell = Drained(transfer_id=abort.transfer_id, epoch=abort.epoch, complete=False)
+            self._lane(abort.engine_id).tell(farewell)
 
     def _idle(self, idle: LaneIdle) -> None:
         transfer = self._transfers.get(idle.transfer_id)

@@ -1,0 +1,273 @@
+"""The runtime of one worker half: puts region, endpoints, pool, sender, receiver and router client together.
+
+Made by the connector's worker half (or by FakeEngine) once the KV region exists. It waits for the scheduler half's
+Welcome, then opens its endpoints and joins the router. The compute thread touches only begin_step and layers_done.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdxfer.core.clock import SYSTEM_CLOCK, Clock
+from pdxfer.core.errors import ConfigError, PdxferError
+from pdxfer.kv.runs import Runs
+from pdxfer.memory.region import Region
+from pdxfer.node.lane import Lane, Report
+from pdxfer.node.plan import SendPlan
+from pdxfer.node.receiver import Receiver
+from pdxfer.node.sender import Ready, Sender
+from pdxfer.router.client import ClientSecurity, MemberClient
+from pdxfer.transport.base import (
+    Abort,
+    Channel,
+    Control,
+    Endpoint,
+    EndpointFactory,
+    EndpointOptions,
+    PeerId,
+    UnitFailed,
+    UnitHeader,
+)
+from pdxfer.transport.pool import ChannelPool
+from pdxfer.wire.halves import Expect, Forget, Listening, Revoke, Settled, ToWorker, Welcome, WorkerEnd, WorkerReady
+from pdxfer.wire.messages import (
+    CancelGrant,
+    ChannelAddress,
+    FromRouter,
+    Grant,
+    Heartbeat,
+    Message,
+    PeerNode,
+    PeerReady,
+    Peers,
+    WorkerHello,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What a node needs to know; the connector fills it from the config."""
+
+    engine_id: str
+    rank: int
+    halves_path: str
+    """ipc address of the scheduler half (wire/halves.py)."""
+    router: str
+    """ZMQ endpoint of the router; empty: no router (store mode)."""
+    security: ClientSecurity | None = None
+    options: EndpointOptions = field(default_factory=EndpointOptions)
+    chunk_blocks: int = 2
+    """Blocks a chunk."""
+    digest: bool = True
+    """transport.integrity is not off."""
+    drain_s: float = 0.2
+
+
+class Node:
+    """One rank's runtime."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        region: Region,
+        fingerprint: dict[str, str],
+        factories: Mapping[str, EndpointFactory],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._settings, self._region, self._factories, self._clock = settings, region, factories, clock
+        self._lock = threading.Lock()
+        self._me: PeerId | None = None
+        self._endpoints: list[Endpoint] = []
+        self._pool: ChannelPool | None = None
+        self._router: MemberClient | None = None
+        self._peers: list[PeerNode] = []
+        self._generations: tuple[int, ...] = ()
+        self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids)
+        self.sender = Sender(region.layout.num_layers, settings.chunk_blocks, self._open_lane, self._settled)
+        self._halves = WorkerEnd(settings.halves_path, settings.rank, self._on_half)
+        self._halves.send(WorkerReady(rank=settings.rank, fingerprint=fingerprint))
+
+    # ---- from the compute thread ----------------------------------------------------------------------------------
+
+    def begin_step(self, plans: tuple[SendPlan, ...]) -> None:
+        """A step with these plans begins."""
+        self.sender.begin_step(plans)
+
+    def layers_done(self, first_layer: int, num_layers: int, ready: Ready = None) -> None:
+        """These layers of the step are final."""
+        self.sender.layers_done(first_layer, num_layers, ready)
+
+    def close(self) -> None:
+        """Leave: close the lanes, the channels (which fences them), the links."""
+        self.sender.close()
+        self.receiver.close()
+        with self._lock:
+            pool, endpoints, router = self._pool, self._endpoints, self._router
+            self._pool, self._endpoints, self._router = None, [], None
+        if pool is not None:
+            pool.close()
+        for endpoint in endpoints:
+            endpoint.close()
+        if router is not None:
+            router.close()
+        self._halves.close()
+
+    # ---- from the scheduler half ------------------------------------------------------------------------------------
+
+    def _on_half(self, message: ToWorker) -> None:
+        match message:
+            case Welcome():
+                self._join(message.incarnation)
+            case Expect():
+                self.receiver.expect(message)
+            case Revoke():
+                self.receiver.revoke(message.transfer_id, message.epoch, message.reason)
+            case Forget():
+                self.sender.forget(message.transfer_id, message.reason)
+
+    def _join(self, incarnation: int) -> None:
+        """Open the endpoints and join the router under this incarnation."""
+        if self._me is not None:
+            return
+        settings = self._settings
+        self._me = PeerId(engine_id=settings.engine_id, incarnation=incarnation, rank=settings.rank)
+        self._endpoints = self._open_endpoints(self._me)
+        self.receiver.start(self._endpoints)
+        self._halves.send(Listening(rank=settings.rank, addresses=self._addresses()))
+        if not settings.router:
+            return
+        self._pool = ChannelPool(self._endpoints, self._me, self._on_ready, self._clock)
+        self._router = MemberClient(
+            endpoint=settings.router,
+            identity=f"{settings.engine_id}/w{settings.rank}",
+            security=settings.security,
+            hello=self._hello,
+            beat=self._beat,
+            on_message=self._on_router,
+            on_link=self._on_link,
+        )
+
+    def _open_endpoints(self, me: PeerId) -> list[Endpoint]:
+        endpoints: list[Endpoint] = []
+        for kind, factory in self._factories.items():
+            try:
+                endpoints.append(factory(self._settings.options, me, self._region, _KindSink(self, kind)))
+            except PdxferError as error:
+                log.warning("channel kind %s is not available: %s", kind, error)
+        if not endpoints:
+            raise ConfigError(
+                f"none of the channel kinds {list(self._factories)} can be used here (reasons above); "
+                "run `pdxfer doctor`, or set transport.channels"
+            )
+        return endpoints
+
+    # ---- router -------------------------------------------------------------------------------------------------------
+
+    def _addresses(self) -> list[ChannelAddress]:
+        return [ChannelAddress(kind=e.kind, blob=e.address()) for e in self._endpoints]
+
+    def _hello(self) -> list[Message]:
+        assert self._me is not None
+        self._generations = tuple(e.generation for e in self._endpoints)
+        return [
+            WorkerHello(
+                engine_id=self._me.engine_id,
+                incarnation=self._me.incarnation,
+                rank=self._me.rank,
+                addresses=self._addresses(),
+                generation=sum(self._generations),
+            )
+        ]
+
+    def _beat(self) -> Heartbeat:
+        assert self._me is not None
+        router = self._router
+        if router is not None and self._generations != tuple(e.generation for e in self._endpoints):
+            for message in self._hello():
+                router.send(message)
+        return Heartbeat(incarnation=self._me.incarnation, wall=self._clock.wall())
+
+    def _on_router(self, message: FromRouter) -> None:
+        match message:
+            case Grant():
+                self.sender.grant(message)
+            case CancelGrant():
+                self.sender.forget(message.transfer_id, message.reason)
+            case Peers():
+                self._update_peers(message)
+            case _:
+                log.debug("not for a worker half: %s", type(message).__name__)
+
+    def _on_link(self, up: bool) -> None:
+        log.log(logging.INFO if up else logging.WARNING, "router %s", "reached" if up else "lost; transfers go on")
+
+    def _update_peers(self, peers: Peers) -> None:
+        with self._lock:
+            self._peers = list(peers.nodes)
+            pool = self._pool
+        for endpoint in self._endpoints:
+            endpoint.admit(self._peer_ids(), peers.secret)
+        if pool is not None:
+            pool.update(list(peers.nodes), peers.secret)
+
+    def _on_ready(self, peer: PeerId, kind: str, reason: str) -> None:
+        router = self._router
+        if router is not None:
+            ready = PeerReady(engine_id=peer.engine_id, incarnation=peer.incarnation, kind=kind, reason=reason[:1000])
+            router.send(ready)
+
+    def _peer_ids(self) -> Sequence[PeerId]:
+        with self._lock:
+            nodes = self._peers
+        return [PeerId(engine_id=n.engine_id, incarnation=n.incarnation, rank=n.rank) for n in nodes]
+
+    # ---- sender and receiver ------------------------------------------------------------------------------------------
+
+    def _open_lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
+        def channel() -> Channel | None:
+            return self._pool.channel(engine_id) if self._pool is not None else None
+
+        def failed(channel: Channel, reason: str) -> None:
+            if self._pool is not None:
+                self._pool.report_failure(channel.peer, channel.kind, reason)
+
+        return Lane(engine_id, self._region, channel, report, failed, self._settings.digest)
+
+    def _settled(self, transfer_id: str, delivered: bool, reason: str) -> None:
+        rank = self._settings.rank
+        self._report(Settled(rank=rank, transfer_id=transfer_id, delivered=delivered, reason=reason[:1000]))
+
+    def _report(self, fact: object) -> None:
+        self._halves.send(fact)  # type: ignore[arg-type]
+
+
+class _KindSink:
+    """The Sink of one endpoint: routes Abort to the sender, everything else to the receiver."""
+
+    def __init__(self, node: Node, kind: str) -> None:
+        self._node, self._kind = node, kind
+
+    def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
+        return self._node.receiver.claim(peer, header)
+
+    def arrived(self, peer: PeerId, header: UnitHeader) -> bool:
+        return self._node.receiver.arrived(peer, header, self._kind)
+
+    def failed(self, peer: PeerId, header: UnitHeader, reason: str) -> None:
+        self._node.receiver.failed(peer, header, reason)
+
+    def control(self, peer: PeerId, control: Control) -> None:
+        sender = self._node.sender
+        if isinstance(control, Abort):
+            sender.abort(peer.engine_id, control.transfer_id, control.epoch, control.reason)
+        elif isinstance(control, UnitFailed) and not self._node.receiver.expects(control.header):
+            header = control.header
+            sender.abort(peer.engine_id, header.transfer_id, header.epoch, control.reason)
+        else:
+            self._node.receiver.control(peer, control)
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        self._node.receiver.lost(peer, reason)
