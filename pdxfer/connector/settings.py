@@ -1,0 +1,66 @@
+"""What the connector needs, from vLLM's kv_connector_extra_config and the pdxfer config it names."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdxfer.connector.compat import VllmConfig
+from pdxfer.core.errors import ConfigError
+from pdxfer.core.ids import is_engine_id
+from pdxfer.router.client import ClientSecurity
+from pdxfer.transport.base import EndpointOptions
+from pdxfer.wire.halves import socket_path
+from pdxfer.wire.messages import Role
+
+KNOWN = ("role", "config", "set", "router", "url", "engine_id", "keys", "layerwise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """One engine's settings; the same in both halves."""
+
+    role: Role
+    engine_id: str
+    url: str
+    """HTTP base under which the proxy reaches this engine."""
+    router: str
+    """ZMQ endpoint of the router; empty runs without one."""
+    halves_path: str
+    security: ClientSecurity | None = None
+    channels: tuple[str, ...] = ("local", "nixl", "tcp")
+    options: EndpointOptions = field(default_factory=EndpointOptions)
+    chunk_tokens: int = 256
+    integrity: str = "full"
+    layerwise: bool = True
+    drain_s: float = 0.2
+    max_deadline_s: float = 600.0
+    """Upper bound of a request's own deadline."""
+    max_early: int = 4096
+    """Messages about transfers whose request has not arrived yet."""
+
+
+def settings_from(config: VllmConfig) -> ConnectorSettings:
+    """Settings of this engine. Raises ConfigError naming the key of kv_connector_extra_config that is wrong."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    extra: dict[str, Any] = transfer.kv_connector_extra_config
+    unknown = sorted(set(extra) - set(KNOWN))
+    if unknown:
+        raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    role = extra.get("role", "both")
+    if role not in ("prefill", "decode", "both"):
+        raise ConfigError(f"kv_connector_extra_config: role is {role!r}; use prefill, decode or both")
+    run_id = str(transfer.engine_id)
+    engine_id = str(extra.get("engine_id") or f"{role}-{run_id[:8]}")
+    if not is_engine_id(engine_id):
+        raise ConfigError(f"engine_id {engine_id!r}: use letters, digits, '.', '_' and '-', at most 64")
+    router = str(extra.get("router", ""))
+    if router and not extra.get("url"):
+        raise ConfigError('kv_connector_extra_config: "url" is missing: the http://HOST:PORT of this vLLM server')
+    return ConnectorSettings(
+        role=role,
+        engine_id=engine_id,
+        url=str(extra.get("url", "")).rstrip("/"),
+        router=router,
+        halves_path=socket_path(run_id),
+        layerwise=bool(extra.get("layerwise", True)),
+    )

@@ -1,0 +1,58 @@
+"""Counters of the scheduler half in vLLM's forms: its log line and its Prometheus endpoint."""
+
+from typing import Any
+
+from pdxfer.connector.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
+
+HELP = {
+    "received_transfers": "Prompts whose KV was received completely",
+    "received_bytes": "KV bytes received and verified",
+    "received_units": "Units received and verified",
+    "failed_transfers": "Receives that failed; the missing tail was recomputed",
+    "recomputed_blocks": "Blocks recomputed after failed receives",
+    "fallbacks": "Prompts computed here although a prefill was paired",
+    "sent_transfers": "Prompts whose KV was sent completely",
+    "unsent_transfers": "Prompts whose KV was not (completely) sent",
+}
+
+
+class PdxferStats(KVConnectorStats):
+    """Plain sums; `data` maps a name of HELP to its increase since the last report."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PdxferPromMetrics(KVConnectorPromMetrics):
+    """`vllm:pdxfer_*_total` counters, one a name of HELP and engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, text in HELP.items():
+            counter = self._counter_cls(name=f"vllm:pdxfer_{name}", documentation=text, labelnames=labelnames)
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)

@@ -1,0 +1,216 @@
+"""PdxferConnector: the class vLLM loads. Only forwards each hook to the scheduler half or the worker half.
+
+The module is imported in the API server too (class methods only), so it must import without nixl and without side
+effects. Traps of vLLM's interface are noted where they are dodged.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pdxfer.connector.compat import (
+    BlockPool,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorWorkerMetadata,
+    Request,
+    SchedulerOutput,
+    SupportsHMA,
+    VllmConfig,
+)
+from pdxfer.connector.scheduler_half import EngineFacts, SchedulerHalf, StepMeta
+from pdxfer.connector.settings import ConnectorSettings, settings_from
+from pdxfer.connector.stats import PdxferPromMetrics, PdxferStats
+from pdxfer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pdxfer.connector.worker_half import WorkerHalf
+
+log = logging.getLogger("vllm.pdxfer")
+
+
+@dataclass
+class PdxferMetadata(KVConnectorMetadata):
+    """One step's message to the workers."""
+
+    step: StepMeta
+
+
+@dataclass
+class PdxferWorkerMetadata(KVConnectorWorkerMetadata):
+    """Says nothing; being there makes update_connector_output run in steps without tokens."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self
+
+
+class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
+    """Streams KV between a prefill and a decode engine; see docs/design.md for the request's life."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = settings_from(vllm_config)
+        _refuse_unsupported(vllm_config, kv_cache_config)
+        self._settings = settings
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            # Read by Scheduler.__init__ after this constructor; the default "fail" would turn a lost peer into errors.
+            assert vllm_config.kv_transfer_config is not None
+            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._scheduler = SchedulerHalf(settings, _facts(vllm_config, kv_cache_config))
+        else:
+            from pdxfer.connector.worker_half import WorkerHalf
+
+            rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.world_size
+            self._worker = WorkerHalf(settings, vllm_config, kv_cache_config, rank)
+
+    @property
+    def _s(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "called on the worker half"
+        return self._scheduler
+
+    @property
+    def _w(self) -> WorkerHalf:
+        assert self._worker is not None, "called on the scheduler half"
+        return self._worker
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    # ---- class methods -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full CUDA graphs would skip save_kv_layer."""
+        return extra_config.get("role") in ("prefill", "both") and bool(extra_config.get("layerwise", True))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return PdxferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return PdxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A prefill preempted in its last step has to run again; a decode need not."""
+        return self._settings.role == "prefill"
+
+    # ---- scheduler half ----------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._s.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._s.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._s.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._s.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return PdxferMetadata(self._s.build_meta(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._s.update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._s.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._s.finished(request)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._s.references_out
+
+    def has_pending_push_work(self) -> bool:
+        return self._s.must_step
+
+    # ---- worker half -------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._w.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, PdxferMetadata)
+        self._w.bind(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to start: receives begin with the Grant, outside steps."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a scheduled request's KV is complete."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        self._w.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._w.step_done()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._w.load_errors()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return PdxferWorkerMetadata() if self._w.unsettled else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is None:
+            return None
+        values = self._scheduler.counters.take()
+        return PdxferStats(data=values) if values else None
+
+
+def _facts(config: VllmConfig, kv_config: KVCacheConfig) -> EngineFacts:
+    model, scheduler = config.model_config, config.scheduler_config
+    served = model.served_model_name
+    return EngineFacts(
+        model=str(model.model),
+        served_names=[served] if isinstance(served, str) else list(served or [model.model]),
+        num_blocks=kv_config.num_blocks,
+        block_size=kv_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        max_model_len=model.max_model_len,
+        world_size=config.parallel_config.world_size,
+        plans_ready_hits=not scheduler.async_scheduling,
+    )
+
+
+def _refuse_unsupported(config: VllmConfig, kv_config: KVCacheConfig) -> None:
+    """Fail at start, with what to do, rather than move KV we do not understand."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline parallelism is not supported by pdxfer yet: use --tensor-parallel-size only")
+    if len(kv_config.kv_cache_groups) != 1:
+        kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_config.kv_cache_groups})
+        raise ConfigError(
+            f"this model has {len(kv_config.kv_cache_groups)} KV cache groups ({', '.join(kinds)}); pdxfer moves models "
+            "with one. Sliding-window models: start vLLM with --disable-hybrid-kv-cache-manager; Mamba hybrids: refused"
+        )
+
+
+__all__ = ["ConnectorSettings", "PdxferConnector"]
