@@ -1,0 +1,264 @@
+"""Sender and receiver against a channel in memory: what is granted lands, verified, exactly once, and nothing else."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.core.errors import ChannelError
+from pdxfer.kv.layout import KvLayout
+from pdxfer.memory.region import Region
+from pdxfer.node.lane import Lane, Report
+from pdxfer.node.plan import Area, SendPlan
+from pdxfer.node.receiver import Receiver
+from pdxfer.node.sender import Sender
+from pdxfer.transport.base import Control, Drained, OutgoingUnit, PeerId, UnitHeader, UnitResult
+from pdxfer.wire.halves import Expect, Fenced, Landed, ToScheduler
+from pdxfer.wire.messages import Grant
+
+LAYERS, BLOCK_BYTES, BLOCKS = 3, 64, 32
+P0 = PeerId(engine_id="p0", incarnation=1, rank=0)
+
+
+class Kv:
+    """A KV region in numpy, LBHNC."""
+
+    def __init__(self, seed: int) -> None:
+        self.array = np.random.default_rng(seed).integers(0, 255, (LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self.region = Region(
+            KvLayout(
+                base=self.array.ctypes.data,
+                num_bytes=self.array.nbytes,
+                num_blocks=BLOCKS,
+                block_bytes=BLOCK_BYTES,
+                block_stride=BLOCK_BYTES,
+                layer_offsets=tuple(layer * BLOCKS * BLOCK_BYTES for layer in range(LAYERS)),
+                block_size=16,
+            )
+        )
+
+
+class MemoryChannel:
+    """Copies into the receiver's region at once; `corrupt` flips a byte of each unit, `fail` dies after n units."""
+
+    kind = "memory"
+
+    def __init__(self, source: Region, target: Region, receiver: Receiver) -> None:
+        self.peer = PeerId(engine_id="d0", incarnation=1, rank=0)
+        self._source, self._target, self._receiver = source, target, receiver
+        self._done: list[UnitResult] = []
+        self.told: list[Control] = []
+        self.corrupt = False
+        self.fail_after = 1 << 30
+        self.num_units = 0
+
+    def write(self, unit: OutgoingUnit) -> None:
+        if self.num_units >= self.fail_after:
+            raise ChannelError("cut")
+        self.num_units += 1
+        runs = self._receiver.claim(P0, unit.header)
+        if runs is not None:
+            for there, here in zip(self._target.views(runs), self._source.views(unit.source), strict=True):
+                there[:] = here
+            if self.corrupt:
+                view = self._target.views(runs)[0]
+                view[0] = view[0] ^ 1
+            self._receiver.arrived(P0, unit.header, self.kind)
+        self._done.append(UnitResult(header=unit.header))
+
+    def poll(self, timeout_s: float) -> Sequence[UnitResult]:
+        done, self._done = self._done, []
+        return done
+
+    def tell(self, control: Control) -> None:
+        self.told.append(control)
+        if isinstance(control, Drained):
+            self._receiver.control(P0, control)
+
+    def probe(self, timeout_s: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class Pair:
+    """One prefill rank and one decode rank, wired together."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Kv(1), Kv(2)
+        self.facts: list[ToScheduler] = []
+        self.settled: list[tuple[str, bool, str]] = []
+        self.changed = threading.Condition()
+        self.receiver = Receiver(0, self.decode.region, self._fact, SYSTEM_CLOCK, 0.2, lambda: [P0])
+        self.receiver.start([])
+        self.channel = MemoryChannel(self.prefill.region, self.decode.region, self.receiver)
+        self.sender = Sender(LAYERS, 2, self._lane, self._settled)
+
+    def _lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
+        return Lane(engine_id, self.prefill.region, lambda: self.channel, report, lambda c, r: None, digest=True)
+
+    def _fact(self, fact: ToScheduler) -> None:
+        with self.changed:
+            self.facts.append(fact)
+            self.changed.notify_all()
+
+    def _settled(self, transfer_id: str, delivered: bool, reason: str) -> None:
+        with self.changed:
+            self.settled.append((transfer_id, delivered, reason))
+            self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=5.0), (self.facts, self.settled)
+
+    def expect(self, block_ids: list[int], first_block: int = 0) -> None:
+        self.receiver.expect(
+            Expect(transfer_id="t", epoch=1, prefill_id="p0", first_block=first_block, block_ids=block_ids)
+        )
+
+    def grant(self, block_ids: list[int], first_block: int = 0, tokens: int = 70, digest: bytes = b"d") -> None:
+        self.sender.grant(
+            Grant(
+                transfer_id="t", epoch=1, decode_id="d0", decode_incarnation=1, first_block=first_block,
+                block_ids=block_ids, num_tokens=tokens, token_digest=digest,
+            )
+        )
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture
+def pair():  # type: ignore[no-untyped-def]
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def plan(first: int, ids: Sequence[int], ready: int = 0, total: int = 5) -> SendPlan:
+    return SendPlan(
+        transfer_id="t", first_block=first, block_ids=tuple(ids), num_ready=ready, total_blocks=total, num_tokens=70,
+        token_digest=b"d",
+    )
+
+
+SOURCE = [3, 9, 4, 11, 7]
+TARGET = [20, 1, 2, 30, 8]
+
+
+def run_step(pair: Pair, plans: tuple[SendPlan, ...]) -> None:
+    pair.sender.begin_step(plans)
+    for layer in range(LAYERS):
+        pair.sender.layers_done(layer, 1)
+
+
+def same_bytes(pair: Pair, source: list[int], target: list[int]) -> bool:
+    return bool((pair.prefill.array[:, source] == pair.decode.array[:, target]).all())
+
+
+@pytest.mark.parametrize("grant_first", [True, False])
+def test_two_steps_layer_by_layer_land_exactly(pair: Pair, grant_first: bool) -> None:
+    pair.expect(TARGET)
+    if grant_first:
+        pair.grant(TARGET)
+    run_step(pair, (plan(0, SOURCE[:3]),))
+    run_step(pair, (plan(3, SOURCE[3:]),))
+    if not grant_first:
+        pair.grant(TARGET)
+    pair.wait(lambda: pair.facts and pair.settled)
+    assert isinstance(pair.facts[0], Landed) and pair.settled == [("t", True, "")]
+    assert same_bytes(pair, SOURCE, TARGET)
+    assert pair.facts[0].num_bytes == 5 * LAYERS * BLOCK_BYTES
+
+
+def test_only_granted_blocks_are_touched(pair: Pair) -> None:
+    before = pair.decode.array.copy()
+    pair.expect(TARGET)
+    pair.grant(TARGET)
+    run_step(pair, (plan(0, SOURCE),))
+    pair.wait(lambda: pair.facts)
+    others = [b for b in range(BLOCKS) if b not in TARGET]
+    assert (pair.decode.array[:, others] == before[:, others]).all()
+
+
+def test_what_decode_already_has_is_not_sent(pair: Pair) -> None:
+    pair.expect(TARGET[2:], first_block=2)
+    pair.grant(TARGET[2:], first_block=2)
+    run_step(pair, (plan(0, SOURCE, ready=1),))
+    pair.wait(lambda: pair.facts and pair.settled)
+    assert same_bytes(pair, SOURCE[2:], TARGET[2:])
+    assert pair.facts[0].num_bytes == 3 * LAYERS * BLOCK_BYTES  # type: ignore[union-attr]
+
+
+def test_a_corrupt_unit_is_refused_and_the_grant_taken_back(pair: Pair) -> None:
+    pair.channel.corrupt = True
+    pair.expect(TARGET)
+    pair.grant(TARGET)
+    run_step(pair, (plan(0, SOURCE),))
+    pair.wait(lambda: pair.facts)
+    fenced = pair.facts[0]
+    assert isinstance(fenced, Fenced) and fenced.num_valid == 0 and pair.receiver.num_corrupt >= 1
+
+
+def test_a_cut_channel_settles_the_send_and_what_landed_stays(pair: Pair) -> None:
+    pair.channel.fail_after = 1
+    pair.expect(TARGET)
+    pair.grant(TARGET)
+    pair.sender.begin_step((plan(0, SOURCE, ready=5),))
+    pair.wait(lambda: pair.settled)
+    assert pair.settled[0][1] is False
+    pair.receiver.lost(P0, "cut")
+    pair.wait(lambda: pair.facts)
+    assert isinstance(pair.facts[0], Fenced) and pair.facts[0].num_valid == 2
+
+
+def test_different_prompts_are_refused(pair: Pair) -> None:
+    pair.expect(TARGET)
+    pair.grant(TARGET, digest=b"other")
+    run_step(pair, (plan(0, SOURCE),))
+    pair.wait(lambda: pair.settled)
+    assert pair.settled[0][1] is False and "prompts differ" in pair.settled[0][2]
+    assert pair.channel.num_units == 0
+
+
+def test_a_forgotten_send_says_drained_and_sends_nothing_more(pair: Pair) -> None:
+    pair.expect(TARGET)
+    pair.grant(TARGET)
+    run_step(pair, (plan(0, SOURCE[:3]),))
+    pair.sender.forget("t", "aborted")
+    pair.wait(lambda: pair.settled and pair.facts)
+    run_step(pair, (plan(3, SOURCE[3:]),))
+    assert pair.settled == [("t", False, "aborted")]
+    assert isinstance(pair.channel.told[-1], Drained) and not pair.channel.told[-1].complete
+
+
+def test_an_abort_for_a_finished_send_is_answered(pair: Pair) -> None:
+    pair.sender.abort("d0", "t", 1, "late")
+    deadline = threading.Event()
+    for _ in range(500):
+        if pair.channel.told:
+            break
+        deadline.wait(0.01)
+    assert pair.channel.told == [Drained(transfer_id="t", epoch=1, complete=False)]
+
+
+def test_a_unit_outside_its_grant_is_not_wanted(pair: Pair) -> None:
+    pair.expect(TARGET)
+    good = {"transfer_id": "t", "epoch": 1, "first_block": 0, "num_blocks": 2, "first_layer": 0, "num_layers": 1}
+    for wrong in ({"first_block": 4}, {"first_block": -1}, {"first_layer": 2, "num_layers": 2}, {"epoch": 0}):
+        fields = {**good, **wrong}
+        size = fields["num_blocks"] * fields["num_layers"] * BLOCK_BYTES
+        if fields["epoch"] == 0:
+            pair.receiver._ended["t", 0] = None
+        assert pair.receiver.claim(P0, UnitHeader(**fields, num_bytes=size, digest=0)) is None, wrong
+    stranger = PeerId(engine_id="p9", incarnation=1, rank=0)
+    assert pair.receiver.claim(stranger, UnitHeader(**good, num_bytes=2 * BLOCK_BYTES, digest=0)) is None
+    assert pair.receiver.num_rejected == 5
+
+
+def test_an_area_is_cut_on_the_chunk_grid() -> None:
+    pieces = Area(1, (7, 8, 9, 10), 0, 1).split(2)
+    assert [(p.first_block, p.block_ids) for p in pieces] == [(1, (7,)), (2, (8, 9)), (4, (10,))]
+    assert Area(1, (7, 8), 0, 1).clip(3) is None
+    assert Area(1, (7, 8), 0, 1).clip(2) == Area(2, (8,), 0, 1)
