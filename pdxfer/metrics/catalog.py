@@ -1,0 +1,154 @@
+"""The one table of every metric of pdxfer, and `MetricSet`: the prometheus objects of one process.
+
+To add a metric, add a row. Names start with pdxfer_<process>_, end in their unit (or _total for counts), and take
+label values from closed sets only, so that a client can never grow the number of series. Rows hold no logic; they are
+recorded in wrappers and at step ends.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+Process = Literal["proxy", "router", "node", "store"]
+Kind = Literal["counter", "gauge", "histogram"]
+
+MEMBERS: tuple[str, ...] = ()
+"""Label values that are engine or tier names: bounded by the configuration, not listed here."""
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
+"""Buckets from a loopback hop to the longest request."""
+
+ENDPOINTS = ("completions", "chat", "responses", "messages", "embeddings", "passthrough")
+MODES = ("pair", "local", "none")
+OUTCOMES = (
+    "ok", "client_error", "engine_error", "overloaded", "busy", "unreachable", "timeout", "disconnected", "broken",
+    "internal",
+)  # fmt: skip
+FALLBACKS = (
+    "prompt_list", "n", "best_of", "echo", "prompt_logprobs", "beam_search", "prompt_embeds", "endpoint", "router",
+    "router_unreachable",
+)  # fmt: skip
+STAGES = ("queue", "prefill", "exposed_transfer", "decode_wait", "first_decode", "ttft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    kind: Kind
+    unit: str
+    """Of the value: seconds, bytes, or what is counted."""
+    help: str
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Label → its closed set of values; MEMBERS where configuration bounds it."""
+    buckets: tuple[float, ...] = SECONDS
+    """Histograms only."""
+
+    @property
+    def process(self) -> str:
+        """Which process exports it: the second word of the name."""
+        return self.name.split("_")[1]
+
+
+CATALOG: tuple[Metric, ...] = (
+    Metric(
+        name="pdxfer_proxy_requests_total", kind="counter", unit="requests",
+        help="Finished requests by endpoint, by how they were served, and by how they ended.",
+        labels={"endpoint": ENDPOINTS, "mode": MODES, "outcome": OUTCOMES},
+    ),
+    Metric(
+        name="pdxfer_proxy_stage_seconds", kind="histogram", unit="seconds",
+        help="Stages of the time to first token of paired requests; ttft also of local ones.",
+        labels={"mode": ("pair", "local"), "stage": STAGES},
+    ),
+    Metric(
+        name="pdxfer_proxy_in_flight_requests", kind="gauge", unit="requests",
+        help="Requests admitted and not finished.",
+    ),
+    Metric(
+        name="pdxfer_proxy_fallbacks_total", kind="counter", unit="requests",
+        help="Requests sent to a decode engine alone, by reason.",
+        labels={"reason": FALLBACKS},
+    ),
+    Metric(
+        name="pdxfer_proxy_leg_failures_total", kind="counter", unit="legs",
+        help="Legs that did not deliver: no connection, an error status, a broken response, or the deadline.",
+        labels={"leg": ("prefill", "decode"), "kind": ("connect", "status", "reset", "timeout")},
+    ),
+    Metric(
+        name="pdxfer_proxy_retries_total", kind="counter", unit="requests",
+        help="Requests sent a second time because their decode leg failed before its first byte.",
+    ),
+    Metric(
+        name="pdxfer_proxy_transfers_total", kind="counter", unit="transfers",
+        help="Settled transfers of this proxy's requests, by outcome at the decode engine.",
+        labels={"outcome": ("delivered", "failed", "aborted", "unused")},
+    ),
+    Metric(
+        name="pdxfer_proxy_transfer_bytes_total", kind="counter", unit="bytes",
+        help="KV bytes that moved for this proxy's requests.",
+    ),
+    Metric(
+        name="pdxfer_proxy_refused_total", kind="counter", unit="requests",
+        help="Requests refused before any engine saw them.",
+        labels={"reason": ("malformed", "too_large", "unauthorized", "unknown_path", "unknown_model", "draining")},
+    ),
+)  # fmt: skip
+
+
+class MetricSet:
+    """The metrics of one process, in a registry of its own. Thread-safe, as prometheus_client is.
+
+    A name or label value that is not in the table is our bug and asserts.
+    """
+
+    def __init__(self, process: Process, catalog: Iterable[Metric] = CATALOG) -> None:
+        self.registry = CollectorRegistry()
+        self._rows = {row.name: row for row in catalog if row.process == process}
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for row in self._rows.values():
+            names = tuple(row.labels)
+            if row.kind == "counter":
+                self._counters[row.name] = Counter(row.name, row.help, names, registry=self.registry)
+            elif row.kind == "gauge":
+                self._gauges[row.name] = Gauge(row.name, row.help, names, registry=self.registry)
+            else:
+                self._histograms[row.name] = Histogram(
+                    row.name, row.help, names, registry=self.registry, buckets=row.buckets
+                )
+
+    def inc(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
+        """Add to a counter."""
+        self._check(name, labels)
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def set(self, name: str, value: float, /, **labels: str) -> None:
+        """Set a gauge."""
+        self._check(name, labels)
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def observe(self, name: str, value: float, /, **labels: str) -> None:
+        """Record one value of a histogram."""
+        self._check(name, labels)
+        histogram = self._histograms[name]
+        (histogram.labels(**labels) if labels else histogram).observe(value)
+
+    def value(self, name: str, /, **labels: str) -> float:
+        """Current value of a counter or gauge series (0 if it was never touched); for tests and status."""
+        self._check(name, labels)
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def _check(self, name: str, labels: dict[str, str]) -> None:
+        row = self._rows.get(name)
+        assert row is not None, f"metric {name} is not in metrics/catalog.py for this process"
+        assert labels.keys() == row.labels.keys(), f"metric {name} has labels {list(row.labels)}, got {list(labels)}"
+        for label, text in labels.items():
+            allowed = row.labels[label]
+            assert allowed is MEMBERS or text in allowed, f"metric {name}: {label}={text!r} is not one of {allowed}"

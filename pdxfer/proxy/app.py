@@ -1,0 +1,247 @@
+"""The proxy's HTTP server: routes, error form, start, drain and stop. Imports neither torch nor vllm."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from pdxfer.core.clock import SYSTEM_CLOCK, Clock
+from pdxfer.core.errors import ConfigError
+from pdxfer.metrics.catalog import MetricSet
+from pdxfer.metrics.exporter import CONTENT_TYPE, render
+from pdxfer.proxy import access
+from pdxfer.proxy.admission import Admission
+from pdxfer.proxy.engine_http import EngineHttp
+from pdxfer.proxy.engines import Engines
+from pdxfer.proxy.errors import ApiError
+from pdxfer.proxy.pairer import Notice, OnMessage, Pairer
+from pdxfer.proxy.readiness import Readiness
+from pdxfer.proxy.routing import Routing
+from pdxfer.proxy.service import Service
+from pdxfer.proxy.settings import ProxySettings
+from pdxfer.proxy.stream import ClientGone, StreamBroken
+from pdxfer.proxy.timeline import TimelineRing
+from pdxfer.wire.messages import Ended, LegFailed, Stamp
+
+log = logging.getLogger(__name__)
+
+_FORWARDED = {"/v1/responses": "responses", "/v1/messages": "messages", "/v1/embeddings": "embeddings"}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """One proxy: `await start()`, then it serves until `await stop()`."""
+
+    def __init__(
+        self, settings: ProxySettings, make_pairer: Callable[[OnMessage], Pairer], clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._settings, self._clock = settings, clock
+        self._make_pairer = make_pairer
+        self.metrics = MetricSet("proxy")
+        self._ring = TimelineRing(settings.timeline_entries, settings.timeline_entries + settings.max_in_flight)
+        self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+        self.port = settings.port
+
+    def __repr__(self) -> str:
+        return f"<Proxy {self._settings.host}:{self.port} {self._admission if self._runner else 'stopped'}>"
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if the address cannot be had."""
+        settings = self._settings
+        self._pairer = self._make_pairer(self._on_notice)
+        self._http = EngineHttp(settings.connect_timeout_s)
+        self._admission = Admission(settings.max_in_flight, self.metrics)
+        self._readiness = Readiness(self._pairer, self._clock)
+        self._engines = Engines(
+            http=self._http,
+            pairer=self._pairer,
+            clock=self._clock,
+            headers=access.authorization({}, settings),
+            aliases=settings.aliases,
+            ttl_s=settings.models_ttl_s,
+            timeout_s=settings.connect_timeout_s,
+        )
+        self._service = Service(
+            settings=settings,
+            pairer=self._pairer,
+            http=self._http,
+            engines=self._engines,
+            routing=Routing(self._pairer, self._engines, self._readiness, settings.pair_timeout_s),
+            ring=self._ring,
+            admission=self._admission,
+            metrics=self.metrics,
+            clock=self._clock,
+        )
+        await self._pairer.start()
+        await self._listen()
+
+    async def stop(self, *, force: asyncio.Event | None = None) -> None:
+        """Stop accepting, let running requests finish within the bound (or until `force`), close everything."""
+        if self._runner is None:
+            return
+        if self._site is not None:
+            await self._site.stop()
+        drained = asyncio.create_task(self._admission.drained(self._settings.drain_timeout_s))
+        forced = asyncio.create_task((force or asyncio.Event()).wait())
+        await asyncio.wait([drained, forced], return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done() or not drained.result():
+            log.warning("cutting off %d running requests", self._admission.in_flight)
+        for task in (drained, forced):
+            task.cancel()
+        await asyncio.gather(drained, forced, return_exceptions=True)
+        await self._runner.cleanup()
+        await self._pairer.close()
+        await self._http.close()
+        self._runner = None
+
+    # ---- routes --------------------------------------------------------------------------------------------------
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._errors])
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        for path in _FORWARDED:
+            app.router.add_post(path, self._forward)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_get("/v1/pdxfer/timeline/{request_id}", self._timeline)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_route("*", "/{path:.*}", self._other)
+        return app
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._service.generate(request, "completions")
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._service.generate(request, "chat")
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        return await self._service.forward(request, _FORWARDED[request.path])
+
+    async def _models(self, request: web.Request) -> web.Response:
+        access.tenant(request.headers, self._settings)
+        return _json({"object": "list", "data": await self._engines.models()})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        access.tenant(request.headers, self._settings)
+        name = request.match_info["model"]
+        for entry in await self._engines.models():
+            if entry["id"] == name:
+                return _json(entry)
+        raise ApiError(404, f"the model {name!r} does not exist; see GET /v1/models", code="model_not_found")
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        tenant = access.tenant(request.headers, self._settings)
+        request_id = request.match_info["request_id"]
+        entry = self._ring.get(request_id)
+        if entry is None or entry.tenant != tenant:
+            raise ApiError(
+                404,
+                f"no request {request_id!r} among the last {self._settings.timeline_entries}; use the X-Request-Id of "
+                "an answer of this proxy",
+                code="unknown_request",
+            )
+        return web.Response(body=entry.json(), content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        reasons = ["shutting down"] if self._admission.draining else await self._readiness.reasons()
+        return _json({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=render(self.metrics), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        if self._is_passthrough(request.path):
+            return await self._service.passthrough(request)
+        self.metrics.inc("pdxfer_proxy_refused_total", reason="unknown_path")
+        raise ApiError(
+            404,
+            f"{request.method} {request.path} is not served here; if the engines serve this path, list it in "
+            "proxy.passthrough",
+            code="unknown_path",
+        )
+
+    def _is_passthrough(self, path: str) -> bool:
+        return any(
+            path.startswith(listed[:-1]) if listed.endswith("*") else path == listed
+            for listed in self._settings.passthrough
+        )
+
+    # ---- plumbing ------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Every refusal in OpenAI's form; connections that broke are cut, not answered."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            if error.status == 401:
+                self.metrics.inc("pdxfer_proxy_refused_total", reason="unauthorized")
+            return error.response()
+        except (ClientGone, StreamBroken):
+            if request.transport is not None:
+                request.transport.close()
+            return web.Response()
+        except web.HTTPException as error:
+            return ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code="http").response()
+        except Exception:
+            log.exception("bug: %s %s", request.method, request.path)
+            return ApiError(500, "the proxy failed; its log has the reason", code="internal").response()
+
+    async def _listen(self) -> None:
+        self._runner = web.AppRunner(
+            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=75.0
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self.stop()
+            raise ConfigError(
+                f"the proxy cannot listen on {self._settings.host}:{self._settings.port}: {error.strerror or error}. "
+                "Choose another proxy.port, or stop what uses this one"
+            ) from error
+        self._site = site
+        self.port = self._runner.addresses[0][1]
+        log.info("proxy on http://%s:%d, router %s", self._settings.host, self.port, self._settings.router)
+
+    def _on_notice(self, notice: Notice) -> None:
+        if isinstance(notice, Stamp):
+            self._ring.stamp(notice)
+        elif isinstance(notice, Ended):
+            self._ring.ended(notice)
+            self.metrics.inc("pdxfer_proxy_transfers_total", outcome=notice.outcome)
+            self.metrics.inc("pdxfer_proxy_transfer_bytes_total", notice.num_bytes)
+        elif isinstance(notice, LegFailed):
+            log.info("%s leg of %s failed: %s", notice.leg, notice.transfer_id, notice.reason)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+async def run(settings: ProxySettings, make_pairer: Callable[[OnMessage], Pairer]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal cuts what still runs."""
+    stop, force = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (force if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    proxy = Proxy(settings, make_pairer)
+    await proxy.start()
+    await stop.wait()
+    log.info("draining: %r", proxy)
+    await proxy.stop(force=force)

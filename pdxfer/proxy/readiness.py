@@ -1,0 +1,42 @@
+"""Whether a request would be served by a pair now, found out by asking the router for one."""
+
+from pdxfer.core.clock import Clock
+from pdxfer.core.errors import UnreachableError
+from pdxfer.core.ids import new_request_id
+from pdxfer.proxy.pairer import Pairer
+from pdxfer.wire.messages import Local, Pair, Pairing, Release
+
+PROBE_TOKENS = 1024
+"""Long enough to be paired under the usual router.min_remote_tokens, short enough to fit."""
+PROBE_TIMEOUT_S = 1.0
+BELIEVE_S = 5.0
+"""A pairing seen this recently proves that a pair exists."""
+
+
+class Readiness:
+    """The answer to GET /ready, without asking the router more than needed."""
+
+    def __init__(self, pairer: Pairer, clock: Clock) -> None:
+        self._pairer, self._clock = pairer, clock
+        self._paired = float("-inf")
+
+    def paired(self) -> None:
+        """The router has just made a pairing."""
+        self._paired = self._clock.now()
+
+    async def reasons(self) -> list[str]:
+        """Why no pair can be had; empty means ready."""
+        if self._clock.now() < self._paired + BELIEVE_S:
+            return []
+        probe = Pair(request_id=new_request_id(), num_tokens=PROBE_TOKENS, deadline_s=PROBE_TIMEOUT_S / 2)
+        try:
+            answer = await self._pairer.pair(probe, PROBE_TIMEOUT_S)
+        except UnreachableError as error:
+            return [f"router unreachable: {error}"]
+        if isinstance(answer, Pairing):
+            self._pairer.send(Release(transfer_id=answer.transfer_id, reason="readiness probe"))
+            self.paired()
+            return []
+        if isinstance(answer, Local):
+            return [f"no pair, only decode engine {answer.decode.engine_id} alone: {answer.reason}"]
+        return [f"no engine can take a request: {answer.reason}"]

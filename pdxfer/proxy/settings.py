@@ -1,0 +1,73 @@
+"""Everything the proxy can be told, as one frozen value; made by the launcher from the config section `proxy`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdxfer.core.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxySettings:
+    """Settings of one proxy process."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `api_keys`."""
+    port: int = 8000
+    """0 lets the OS choose."""
+    router: str = "tcp://127.0.0.1:5570"
+    """ZMQ endpoint of the router."""
+    proxy_id: str = "proxy"
+    """Our identity at the router; unique among its proxies."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Model name that clients may use → name that the engines serve."""
+    passthrough: tuple[str, ...] = ()
+    """Further paths that go to a decode engine as they are; a trailing * matches any rest."""
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    """Bearer token → tenant. Empty: no authentication, and the client's own Authorization reaches the engines."""
+    engine_api_key: str = ""
+    """Sent to the engines as their bearer token; needed when they run with --api-key and `api_keys` is set."""
+    request_timeout_s: float = 600.0
+    """From arrival to last byte."""
+    pair_timeout_s: float = 30.0
+    """Longest wait for the router's answer, its queue for free capacity included."""
+    transfer_timeout_s: float = 120.0
+    """Told to the engines: KV that has not arrived after this is recomputed by decode."""
+    connect_timeout_s: float = 5.0
+    """To an engine."""
+    max_body_bytes: int = 32 << 20
+    """Larger requests are answered 413."""
+    max_in_flight: int = 1024
+    """Admitted requests; more are answered 429."""
+    timeline_hold_s: float = 30.0
+    """Response headers wait at most this long for the first body byte, so that they can carry the timeline."""
+    timeline_entries: int = 1000
+    """Requests whose timeline can be asked for."""
+    models_ttl_s: float = 5.0
+    """How long a list of models is believed."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, running requests may finish for this long."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "request_timeout_s", "pair_timeout_s", "transfer_timeout_s", "connect_timeout_s", "max_body_bytes",
+            "max_in_flight", "timeline_hold_s", "timeline_entries", "drain_timeout_s",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"proxy.{name} is {getattr(self, name)}: it must be larger than 0")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"proxy.port is {self.port}: use 1..65535, or 0 for any free port")
+        for path in self.passthrough:
+            if not path.startswith("/"):
+                raise ConfigError(f"proxy.passthrough has {path!r}: write the path from its first /, as in '/tokenize'")
+        for name in (self.proxy_id, *self.api_keys.values()):
+            if not 0 < len(name) <= 128:
+                raise ConfigError(
+                    f"proxy: the name {name[:40]!r} (proxy_id or a tenant of api_keys) must be 1..128 long"
+                )
+        if self.host not in LOOPBACK and not self.api_keys:
+            raise ConfigError(
+                f"proxy.host is {self.host}, reachable from other machines, but no client tokens are set: "
+                "set proxy.api_keys, or listen on 127.0.0.1"
+            )

@@ -1,0 +1,127 @@
+"""The last requests' timelines, by request id, filled by the engines' stamps while and after they run.
+
+Event-loop thread only. Bounded: the oldest entry goes when a new one comes.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdxfer.metrics.timeline import Timeline
+from pdxfer.wire.messages import Ended, EngineRef, Pairing, Stamp
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One request as it is known so far."""
+
+    request_id: str
+    tenant: str
+    endpoint: str
+    arrival: float
+    """Wall seconds."""
+    mode: str = "none"
+    reason: str = ""
+    prefill: str = ""
+    """Engine ids of the legs."""
+    decode: str = ""
+    transfer_id: str = ""
+    first_byte: float = 0.0
+    end: float = 0.0
+    outcome: str = ""
+    stamps: dict[str, float] = field(default_factory=dict)
+    transfer: Ended | None = None
+    """What moved, once decode has settled it."""
+
+    def timeline(self) -> Timeline:
+        """The part that the header shows."""
+        return Timeline(
+            mode=self.mode, reason=self.reason, arrival=self.arrival, first_byte=self.first_byte, stamps=self.stamps
+        )
+
+    def json(self) -> bytes:
+        """Everything, for GET /v1/pdxfer/timeline/{request_id}."""
+        moved = self.transfer
+        return msgspec.json.encode(
+            {
+                "request_id": self.request_id,
+                "endpoint": self.endpoint,
+                "mode": self.mode,
+                "reason": self.reason,
+                "outcome": self.outcome,
+                "prefill": self.prefill,
+                "decode": self.decode,
+                "transfer_id": self.transfer_id,
+                "arrival": self.arrival,
+                "first_byte": self.first_byte or None,
+                "end": self.end or None,
+                "stamps": self.stamps,
+                "stages_ms": self.timeline().stages_ms(),
+                "transfer": moved
+                and {
+                    "outcome": moved.outcome,
+                    "reason": moved.reason,
+                    "num_tokens": moved.num_tokens,
+                    "num_bytes": moved.num_bytes,
+                    "num_units": moved.num_units,
+                    "channel": moved.channel,
+                },
+            }
+        )
+
+
+class TimelineRing:
+    """Entries by request id (a repeated id replaces the older one), and running ones by transfer id."""
+
+    def __init__(self, num_entries: int, num_transfers: int) -> None:
+        self._num_entries = num_entries
+        self._num_transfers = num_transfers
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._by_transfer: OrderedDict[str, Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def open(self, entry: Entry) -> None:
+        """Add a request that has just arrived."""
+        self._entries.pop(entry.request_id, None)
+        self._entries[entry.request_id] = entry
+        while len(self._entries) > self._num_entries:
+            self._entries.popitem(last=False)
+
+    def bind(self, entry: Entry, pairing: Pairing) -> None:
+        """The entry runs under this pairing from now on; what an earlier one stamped is forgotten."""
+        self._by_transfer.pop(entry.transfer_id, None)
+        entry.mode, entry.reason = "pair", ""
+        entry.transfer_id = pairing.transfer_id
+        entry.prefill, entry.decode = pairing.prefill.engine_id, pairing.decode.engine_id
+        entry.stamps.clear()
+        entry.transfer = None
+        self._by_transfer[entry.transfer_id] = entry
+        while len(self._by_transfer) > self._num_transfers:
+            self._by_transfer.popitem(last=False)
+
+    def unbind(self, entry: Entry, decode: EngineRef, reason: str) -> None:
+        """The entry is served by this decode engine alone."""
+        self._by_transfer.pop(entry.transfer_id, None)
+        entry.mode, entry.reason = "local", reason
+        entry.transfer_id = entry.prefill = ""
+        entry.decode = decode.engine_id
+        entry.stamps.clear()
+        entry.transfer = None
+
+    def get(self, request_id: str) -> Entry | None:
+        return self._entries.get(request_id)
+
+    def stamp(self, stamp: Stamp) -> None:
+        """Note a stage; the first stamp of a stage counts. Unknown transfers are ignored."""
+        entry = self._by_transfer.get(stamp.transfer_id)
+        if entry is not None:
+            entry.stamps.setdefault(stamp.stage, stamp.wall)
+
+    def ended(self, ended: Ended) -> None:
+        """Note what moved."""
+        entry = self._by_transfer.get(ended.transfer_id)
+        if entry is not None:
+            entry.transfer = ended
