@@ -46,7 +46,7 @@ class ChannelAddress(msgspec.Struct, frozen=True, kw_only=True):
 # ---- membership ------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """S → R. I am here. Sent on connect, and again when the router does not know us."""
 
     engine_id: Id
@@ -67,7 +67,7 @@ class Hello(Message, tag="hello"):
     """Unsettled transfers, so that a restarted router rebuilds its leases."""
 
 
-class WorkerHello(Message, tag="worker_hello"):
+class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """W → R. A rank is warm and listens."""
 
     engine_id: Id
@@ -79,7 +79,7 @@ class WorkerHello(Message, tag="worker_hello"):
     """Of its agents: grows when a fence replaced them."""
 
 
-class Heartbeat(Message, tag="heartbeat"):
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """S, W → R each 0.5 s."""
 
     incarnation: int
@@ -91,14 +91,14 @@ class Heartbeat(Message, tag="heartbeat"):
     num_waiting: int = 0
 
 
-class HeartbeatAck(Message, tag="heartbeat_ack"):
+class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
     """R → S, W, P. `known` False: say Hello again."""
 
     known: bool
     wall: float
 
 
-class Goodbye(Message, tag="goodbye"):
+class Goodbye(Message, frozen=True, tag="goodbye"):
     """S, P → R. Leaving on purpose: no new pairings, leases end."""
 
     reason: Text
@@ -115,7 +115,7 @@ class PeerNode(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
-class Peers(Message, tag="peers"):
+class Peers(Message, frozen=True, tag="peers"):
     """R → W. All nodes of your rank that you may exchange KV with; replaces the previous list."""
 
     nodes: list[PeerNode]
@@ -123,7 +123,7 @@ class Peers(Message, tag="peers"):
     """Minted by the router; nodes prove to each other that they know it before a byte of KV moves."""
 
 
-class PeerReady(Message, tag="peer_ready"):
+class PeerReady(Message, frozen=True, tag="peer_ready"):
     """W → R. Channel to that peer is open and probed (`kind`), or is not (`kind` empty, `reason` says why)."""
 
     engine_id: Id
@@ -135,7 +135,7 @@ class PeerReady(Message, tag="peer_ready"):
 # ---- pairing ---------------------------------------------------------------------------------------------------
 
 
-class ProxyHello(Message, tag="proxy_hello"):
+class ProxyHello(Message, frozen=True, tag="proxy_hello"):
     """P → R. A proxy wants pairings and timeline stamps."""
 
     proxy_id: Id
@@ -148,7 +148,7 @@ class EngineRef(msgspec.Struct, frozen=True, kw_only=True):
     url: Text
 
 
-class Pair(Message, tag="pair"):
+class Pair(Message, frozen=True, tag="pair"):
     """P → R. Find me a pair for one request."""
 
     request_id: Id
@@ -162,7 +162,7 @@ class Pair(Message, tag="pair"):
     """Ask for a decode engine alone (lists, n > 1, embeddings ...)."""
 
 
-class Pairing(Message, tag="pairing"):
+class Pairing(Message, frozen=True, tag="pairing"):
     """R → P. Drive both legs at once under this transfer id."""
 
     request_id: Id
@@ -173,7 +173,7 @@ class Pairing(Message, tag="pairing"):
     """Seconds until the decode capacity held for it is given up."""
 
 
-class Local(Message, tag="local"):
+class Local(Message, frozen=True, tag="local"):
     """R → P. Send the request to this decode engine alone."""
 
     request_id: Id
@@ -181,7 +181,7 @@ class Local(Message, tag="local"):
     reason: Text
 
 
-class Busy(Message, tag="busy"):
+class Busy(Message, frozen=True, tag="busy"):
     """R → P. Nothing can take it now."""
 
     request_id: Id
@@ -189,7 +189,7 @@ class Busy(Message, tag="busy"):
     reason: Text
 
 
-class Release(Message, tag="release"):
+class Release(Message, frozen=True, tag="release"):
     """P → R. The request is over for the proxy (done, client gone, or never started): end the pairing."""
 
     transfer_id: Id
@@ -199,7 +199,7 @@ class Release(Message, tag="release"):
 # ---- one transfer ----------------------------------------------------------------------------------------------
 
 
-class Started(Message, tag="started"):
+class Started(Message, frozen=True, tag="started"):
     """prefill S → R → decode S. First scheduled step of the prompt: time to grant."""
 
     transfer_id: Id
@@ -208,7 +208,7 @@ class Started(Message, tag="started"):
     """Filled in by the router: whose nodes will write."""
 
 
-class Grant(Message, tag="grant"):
+class Grant(Message, frozen=True, tag="grant"):
     """decode S → R → prefill W of each rank, and prefill S. Permission to fill these blocks."""
 
     transfer_id: Id
@@ -226,14 +226,14 @@ class Grant(Message, tag="grant"):
     """blake3 over the prompt's identity (token ids and extra keys); must equal prefill's."""
 
 
-class CancelGrant(Message, tag="cancel_grant"):
+class CancelGrant(Message, frozen=True, tag="cancel_grant"):
     """decode S → R → prefill S, W. Nothing (more) is wanted for this transfer."""
 
     transfer_id: Id
     reason: Text
 
 
-class LegFailed(Message, tag="leg_failed"):
+class LegFailed(Message, frozen=True, tag="leg_failed"):
     """P or S → R → the other leg's S. That leg is over without having delivered; do not wait for it."""
 
     transfer_id: Id
@@ -241,7 +241,7 @@ class LegFailed(Message, tag="leg_failed"):
     reason: Text
 
 
-class Stamp(Message, tag="stamp"):
+class Stamp(Message, frozen=True, tag="stamp"):
     """S → R → P. A stage was reached at `wall` (sender's clock; the router shifts it to its own)."""
 
     transfer_id: Id
@@ -249,7 +249,7 @@ class Stamp(Message, tag="stamp"):
     wall: float
 
 
-class Ended(Message, tag="ended"):
+class Ended(Message, frozen=True, tag="ended"):
     """decode S → R (→ P). The receive side is settled: credits and lease return."""
 
     transfer_id: Id
@@ -262,13 +262,13 @@ class Ended(Message, tag="ended"):
     reason: Text = ""
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, frozen=True, tag="drain"):
     """R → S. Take no new work (`on` True) or take it again."""
 
     on: bool
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """R → anyone. Your Hello was refused; `reason` names the field and both values."""
 
     reason: Text

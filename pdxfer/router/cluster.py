@@ -1,0 +1,350 @@
+"""Membership: who has joined, who is suspect, who may exchange KV with whom.
+
+Applies hellos, heartbeats and silence to the records of members.py, and derives from them the eligible pairs, the
+lists of peers for the workers, and the reasons why nothing is ready. Ending transfers is left to the caller, who is
+told about each lost engine.
+"""
+
+from collections.abc import Callable
+
+from pdxfer.router.members import Engine, Identity, Link, Proxy, Rate, Worker, difference
+from pdxfer.router.outbox import Outbox
+from pdxfer.router.settings import RouterSettings
+from pdxfer.wire.messages import (
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    PeerNode,
+    PeerReady,
+    Peers,
+    ProxyHello,
+    Refused,
+    WorkerHello,
+)
+
+MAX_ENGINES = 1024
+MAX_PROXIES = 1024
+_MAX_RANKS = 1024
+_MAX_PEER_READY = 4096
+
+Pairs = list[tuple[Engine, list[Engine]]]
+"""Usable decode engines, each with the prefill engines that can reach it."""
+
+
+class Cluster:
+    """All members. `on_lost(engine, reason)` is called when an engine is suspect, replaced, forgotten or left."""
+
+    def __init__(
+        self, settings: RouterSettings, secret: bytes, out: Outbox, on_lost: Callable[[Engine, str], None]
+    ) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.proxies: dict[bytes, Proxy] = {}
+        self.routes: dict[bytes, tuple[Engine, Link]] = {}
+        self._settings = settings
+        self._secret = secret
+        self._out = out
+        self._on_lost = on_lost
+        self._mismatches: dict[tuple[str, str], str] = {}
+        """(prefill, decode) → why they cannot exchange KV."""
+        self._pairs: dict[str, Pairs] = {}
+        """By model; empty after any change."""
+        self._peers_changed = False
+
+    # ---- hellos ----------------------------------------------------------------------------------------------
+
+    def hello(self, route: bytes, identity: Identity, hello: Hello, now: float, wall: float) -> None:
+        """A scheduler half is there."""
+        if not identity.is_scheduler:
+            self._refuse(route, f"Hello came from {identity.name}/{identity.part}, not from a scheduler half")
+            return
+        engine = self._admit(route, identity, hello.engine_id, hello.incarnation, now)
+        if engine is None:
+            return
+        if engine.hello is None:
+            engine.credit.report(hello.free_blocks, now)
+        engine.hello = hello
+        engine.sched = self._link(route, engine, engine.sched, now)
+        self._acknowledge(route, engine, wall)
+
+    def worker_hello(self, route: bytes, identity: Identity, hello: WorkerHello, now: float, wall: float) -> None:
+        """A rank is there."""
+        if identity.rank != hello.rank or not 0 <= hello.rank < _MAX_RANKS:
+            self._refuse(route, f"WorkerHello of rank {hello.rank} came from {identity.name}/{identity.part}")
+            return
+        engine = self._admit(route, identity, hello.engine_id, hello.incarnation, now)
+        if engine is None:
+            return
+        worker = engine.workers.get(hello.rank)
+        link = self._link(route, engine, worker.link if worker else None, now)
+        ready = worker.ready if worker else {}
+        engine.workers[hello.rank] = Worker(link=link, hello=hello, ready=ready)
+        self._acknowledge(route, engine, wall)
+
+    def proxy_hello(self, route: bytes, identity: Identity, hello: ProxyHello, now: float, wall: float) -> None:
+        """A proxy is there."""
+        if not identity.is_proxy or identity.part != hello.proxy_id:
+            self._refuse(route, f"ProxyHello of {hello.proxy_id} came from {identity.name}/{identity.part}")
+        elif self.proxy(route, identity, now) is not None:
+            self._out.send(HeartbeatAck(known=True, wall=wall), route)
+
+    def proxy(self, route: bytes, identity: Identity, now: float) -> Proxy | None:
+        """The proxy behind a connection, registered on first sight; None if there are too many."""
+        proxy = self.proxies.get(route)
+        if proxy is None:
+            if len(self.proxies) >= MAX_PROXIES:
+                self._refuse(route, f"there are {MAX_PROXIES} proxies already")
+                return None
+            link = Link(route=route, last_seen=now, rate=Rate(self._settings.message_rate, now))
+            proxy = self.proxies[route] = Proxy(proxy_id=identity.part, link=link)
+            self._out.happened("proxy_joined", proxy_id=proxy.proxy_id)
+        proxy.link.last_seen = now
+        return proxy
+
+    # ---- life ------------------------------------------------------------------------------------------------
+
+    def heartbeat(self, route: bytes, beat: Heartbeat, now: float, wall: float) -> None:
+        """A member reports; `known` False in the answer asks for its hello."""
+        known = self.routes.get(route)
+        if known is None:
+            proxy = self.proxies.get(route)
+            if proxy is not None:
+                proxy.link.heard(beat, now, wall)
+            self._out.send(HeartbeatAck(known=proxy is not None, wall=wall), route)
+            return
+        engine, link = known
+        if beat.incarnation != engine.incarnation:
+            self._out.count("refused", "incarnation")
+            self._out.send(HeartbeatAck(known=False, wall=wall), route)
+            return
+        link.heard(beat, now, wall)
+        if link is engine.sched:
+            engine.num_running, engine.num_waiting = beat.num_running, beat.num_waiting
+            if beat.free_blocks >= 0:
+                engine.credit.report(beat.free_blocks, now)
+        self._out.send(HeartbeatAck(known=True, wall=wall), route)
+        if engine.is_suspect and engine.silent_s(now) <= self._settings.suspect_s:
+            self._back(engine)
+
+    def peer_ready(self, engine: Engine, link: Link, ready: PeerReady) -> None:
+        """A worker opened its channel to a peer node, or could not."""
+        for worker in engine.workers.values():
+            if worker.link is link and (ready.engine_id in worker.ready or len(worker.ready) < _MAX_PEER_READY):
+                worker.ready[ready.engine_id] = ready
+                self._pairs.clear()
+
+    def tick(self, now: float) -> None:
+        """Judge silence; tell workers their peers if those changed."""
+        for engine in list(self.engines.values()):
+            silent_s = engine.silent_s(now)
+            if all(now - link.last_seen > self._settings.forget_s for link in engine.links):
+                self.remove(engine, f"silent for {self._settings.forget_s:g} s, forgotten")
+            elif silent_s > self._settings.suspect_s and not engine.is_suspect:
+                self.suspect(engine, f"no heartbeat for {silent_s:.1f} s")
+        if self._peers_changed:
+            self._peers_changed = False
+            self._tell_peers()
+
+    def suspect(self, engine: Engine, reason: str) -> None:
+        """No new pairings; its transfers go on without it. It is back with its next heartbeats."""
+        engine.is_suspect = True
+        self._pairs.clear()
+        self._out.log("warning", f"engine {engine.engine_id} is suspect: {reason}; no new pairings until it is back")
+        self._out.happened("suspect", engine_id=engine.engine_id, reason=reason)
+        self._on_lost(engine, reason)
+
+    def remove(self, engine: Engine, reason: str) -> None:
+        """The engine is no member any more."""
+        del self.engines[engine.engine_id]
+        for link in engine.links:
+            self.routes.pop(link.route, None)
+        for pair in [pair for pair in self._mismatches if engine.engine_id in pair]:
+            del self._mismatches[pair]
+        self._changed()
+        self._out.log("info", f"engine {engine.engine_id} left: {reason}")
+        self._out.happened("left", engine_id=engine.engine_id, reason=reason)
+        self._on_lost(engine, reason)
+
+    def set_drain(self, engine: Engine, on: bool) -> None:
+        """Take an engine out of, or back into, new pairings."""
+        engine.is_draining = on
+        self._pairs.clear()
+        self._out.log("info", f"engine {engine.engine_id} {'drains' if on else 'takes new work again'}")
+        self._out.happened("drain" if on else "undrain", engine_id=engine.engine_id)
+
+    # ---- views -----------------------------------------------------------------------------------------------
+
+    def pairs(self, model: str) -> Pairs:
+        """Usable decode engines for a model, with their prefill engines."""
+        found = self._pairs.get(model)
+        if found is None:
+            usable = [engine for engine in self.engines.values() if engine.is_usable and engine.serves(model)]
+            prefills = [engine for engine in usable if engine.can_prefill]
+            found = [
+                (decode, [prefill for prefill in prefills if self._is_eligible(prefill, decode)])
+                for decode in usable
+                if decode.can_decode
+            ]
+            if found:
+                self._pairs[model] = found
+        return found
+
+    def has_pair(self) -> bool:
+        """Whether a request could be served as intended: an eligible pair, or one engine for both roles."""
+        return any(partners or decode.can_prefill for decode, partners in self.pairs(""))
+
+    def reasons(self, now: float) -> list[str]:
+        """What keeps engines and pairs from being used, one sentence each."""
+        engines = self.engines.values()
+        found = []
+        if not any(engine.can_prefill for engine in engines):
+            found.append("no prefill engine has said hello")
+        if not any(engine.can_decode for engine in engines):
+            found.append("no decode engine has said hello")
+        for engine in engines:
+            if not engine.is_joined:
+                found.append(f"engine {engine.engine_id} has not joined: waiting for {engine.missing}")
+            if engine.is_suspect:
+                found.append(f"engine {engine.engine_id} is suspect: silent for {engine.silent_s(now):.1f} s")
+            if engine.is_draining:
+                found.append(f"engine {engine.engine_id} is draining")
+        found += self._mismatches.values()
+        found += self._closed_channels()
+        return found
+
+    def _closed_channels(self) -> list[str]:
+        usable = [engine for engine in self.engines.values() if engine.is_usable]
+        return [
+            f"prefill {prefill.engine_id} → decode {decode.engine_id}: {self._channel_problem(prefill, decode)}"
+            for decode in usable
+            for prefill in usable
+            if decode.can_decode and prefill.can_prefill and prefill is not decode
+            if (prefill.engine_id, decode.engine_id) not in self._mismatches
+            if not self._is_eligible(prefill, decode)
+        ]
+
+    def _channel_problem(self, prefill: Engine, decode: Engine) -> str:
+        for rank, worker in sorted(prefill.workers.items()):
+            ready = worker.ready.get(decode.engine_id)
+            if ready is None or ready.incarnation != decode.incarnation:
+                return f"channel of rank {rank} is not open yet"
+            if not ready.kind:
+                return f"channel of rank {rank} could not be opened: {ready.reason}"
+        return ""
+
+    def _is_eligible(self, prefill: Engine, decode: Engine) -> bool:
+        if prefill is decode or (prefill.engine_id, decode.engine_id) in self._mismatches:
+            return False
+        for worker in prefill.workers.values():
+            ready = worker.ready.get(decode.engine_id)
+            if ready is None or not ready.kind or ready.incarnation != decode.incarnation:
+                return False
+        return True
+
+    # ---- joining ---------------------------------------------------------------------------------------------
+
+    def _admit(
+        self, route: bytes, identity: Identity, engine_id: str, incarnation: int, now: float
+    ) -> Engine | None:
+        """The record for this life of an engine, new if need be; None if the hello was refused."""
+        if identity.name != engine_id:
+            self._refuse(route, f"this connection is {identity.name}/{identity.part}, its hello names {engine_id}")
+            return None
+        known = self.engines.get(engine_id)
+        if known is not None and incarnation == known.incarnation:
+            return known
+        if known is not None and incarnation < known.incarnation and not known.is_suspect:
+            self._refuse(
+                route,
+                f"engine_id {engine_id} belongs to a later start "
+                f"(incarnation {known.incarnation}, yours {incarnation}): stop one of the two, or give each its own id",
+            )
+            return None
+        if known is not None:
+            self.remove(known, f"replaced by incarnation {incarnation}")
+        elif len(self.engines) >= MAX_ENGINES:
+            self._refuse(route, f"there are {MAX_ENGINES} engines already")
+            return None
+        engine = self.engines[engine_id] = Engine(engine_id=engine_id, incarnation=incarnation)
+        return engine
+
+    def _link(self, route: bytes, engine: Engine, old: Link | None, now: float) -> Link:
+        if old is not None and old.route == route:
+            old.last_seen = now
+            return old
+        if old is not None:
+            self.routes.pop(old.route, None)
+        link = Link(route=route, last_seen=now, rate=Rate(self._settings.message_rate, now))
+        self.routes[route] = (engine, link)
+        return link
+
+    def _acknowledge(self, route: bytes, engine: Engine, wall: float) -> None:
+        self._out.send(HeartbeatAck(known=True, wall=wall), route)
+        was_joined, engine.is_joined = engine.is_joined, not engine.missing
+        self._changed()
+        if engine.is_joined and not was_joined:
+            self._joined(engine)
+        elif engine.is_joined:
+            self._compare(engine)
+
+    def _joined(self, engine: Engine) -> None:
+        assert engine.hello is not None
+        role, blocks = engine.hello.role, engine.hello.capacity.num_blocks
+        self._out.log("info", f"engine {engine.engine_id} joined as {role}: {engine.hello.url}, {blocks} blocks")
+        self._out.happened("joined", engine_id=engine.engine_id, role=role)
+        self._compare(engine)
+
+    def _compare(self, engine: Engine) -> None:
+        """Fail closed on any difference between engines that would exchange KV; say so once."""
+        for other in list(self.engines.values()):
+            for prefill, decode in ((engine, other), (other, engine)):
+                if other is engine or not (other.is_joined and prefill.can_prefill and decode.can_decode):
+                    continue
+                pair, text = (prefill.engine_id, decode.engine_id), difference(prefill, decode)
+                if text and self._mismatches.get(pair) != text:
+                    self._mismatches[pair] = text
+                    self._out.log("warning", text)
+                    self._out.happened("mismatch", prefill=pair[0], decode=pair[1], reason=text)
+                elif not text:
+                    self._mismatches.pop(pair, None)
+
+    def _back(self, engine: Engine) -> None:
+        engine.is_suspect = False
+        self._pairs.clear()
+        self._out.log("info", f"engine {engine.engine_id} is back")
+        self._out.happened("back", engine_id=engine.engine_id)
+
+    def _refuse(self, route: bytes, reason: str) -> None:
+        self._out.count("refused", "hello")
+        self._out.log("warning", f"hello refused: {reason}")
+        self._out.send(Refused(reason=reason[:2048]), route)
+
+    def _changed(self) -> None:
+        self._pairs.clear()
+        self._peers_changed = True
+
+    # ---- peers -----------------------------------------------------------------------------------------------
+
+    def _tell_peers(self) -> None:
+        joined = [engine for engine in self.engines.values() if engine.is_joined]
+        for engine in joined:
+            others = [other for other in joined if other is not engine and self._may_exchange(engine, other)]
+            for rank, worker in engine.workers.items():
+                nodes = tuple(_node(other, rank) for other in others if rank in other.workers)
+                if nodes != worker.told:
+                    worker.told = nodes
+                    self._out.send(Peers(nodes=list(nodes), secret=self._secret), worker.link.route)
+
+    def _may_exchange(self, one: Engine, other: Engine) -> bool:
+        return any(
+            prefill.can_prefill and decode.can_decode and (prefill.engine_id, decode.engine_id) not in self._mismatches
+            for prefill, decode in ((one, other), (other, one))
+        )
+
+
+def _node(engine: Engine, rank: int) -> PeerNode:
+    assert engine.hello is not None
+    hello = engine.workers[rank].hello
+    return PeerNode(
+        engine_id=engine.engine_id, incarnation=engine.incarnation, rank=rank, role=engine.hello.role,
+        addresses=hello.addresses, generation=hello.generation,
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""Messages about one transfer, from the leg that sent them to whom they concern, and the end of each lease.
+
+Every relay checks that the sender is that leg of a live lease; anything else is dropped and counted. A lease ends once,
+by what comes first: Ended, Release, a lost decode, or its deadline. The proxy hears of each end it did not cause.
+"""
+
+from pdxfer.router.credits import REPORT_LAG_S
+from pdxfer.router.leases import Lease, Leases
+from pdxfer.router.members import Engine, Link
+from pdxfer.router.outbox import Outbox
+from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Outcome, Release, Stamp, Started
+
+
+class Relay:
+    """The transfers' side of the router state."""
+
+    def __init__(self, leases: Leases, lease_s: float, out: Outbox) -> None:
+        self._leases = leases
+        self._lease_s = lease_s
+        self._out = out
+
+    # ---- from engines ----------------------------------------------------------------------------------------
+
+    def started(self, sender: Engine, message: Started, now: float) -> None:
+        """prefill → decode: time to grant."""
+        lease = self._lease_of(message.transfer_id, prefill=sender)
+        if lease is not None:
+            self._leases.renew(lease, now + self._lease_s)
+            relayed = Started(
+                transfer_id=message.transfer_id, num_tokens=message.num_tokens, prefill_id=sender.engine_id
+            )
+            self._out.send_link(lease.decode.sched, relayed)
+
+    def grant(self, sender: Engine, message: Grant, now: float) -> None:
+        """decode → prefill, workers first: permission to fill blocks."""
+        lease = self._lease_of(message.transfer_id, decode=sender)
+        if lease is None:
+            return
+        if message.decode_id != sender.engine_id or message.decode_incarnation != sender.incarnation:
+            self._out.count("refused", "foreign")
+        elif message.epoch < lease.epoch or lease.is_prefill_lost:
+            self._out.count("refused", "stale")
+        else:
+            if message.epoch > lease.epoch:
+                self._leases.renew(lease, now + self._lease_s)
+            lease.epoch = message.epoch
+            sender.credit.settle(message.transfer_id, now + REPORT_LAG_S)
+            self._to_prefill(lease, message)
+
+    def cancel_grant(self, sender: Engine, message: CancelGrant) -> None:
+        """decode → prefill: nothing (more) is wanted. The lease goes on until Ended."""
+        lease = self._lease_of(message.transfer_id, decode=sender)
+        if lease is not None:
+            self._to_prefill(lease, message)
+
+    def leg_failed(self, sender: Engine, message: LegFailed, now: float) -> None:
+        """An engine gives its own leg up."""
+        if message.leg == "prefill":
+            lease = self._lease_of(message.transfer_id, prefill=sender)
+        else:
+            lease = self._lease_of(message.transfer_id, decode=sender)
+        if lease is not None:
+            self._fail_leg(lease, message, now, tell_proxy=True)
+
+    def stamp(self, sender: Engine, link: Link, message: Stamp) -> None:
+        """Engine → proxy, in the router's clock. The last stages may come after the end."""
+        lease = self._leases.get(message.transfer_id) or self._leases.get_ended(message.transfer_id)
+        if lease is None or sender not in (lease.prefill, lease.decode):
+            self._out.count("refused", "late" if lease is None else "foreign")
+            return
+        if message.stage == "prefilled" and sender is lease.prefill:
+            _return_tokens(lease)
+        shifted = Stamp(
+            transfer_id=message.transfer_id, stage=message.stage, wall=message.wall + (link.clock_offset or 0.0)
+        )
+        self._out.send(shifted, lease.proxy)
+
+    def ended(self, sender: Engine, message: Ended, now: float) -> None:
+        """decode settled its side: lease and credit return."""
+        lease = self._lease_of(message.transfer_id, decode=sender)
+        if lease is not None:
+            self._out.num_tokens += max(0, message.num_tokens)
+            self._out.num_bytes += max(0, message.num_bytes)
+            self._end(lease, message, now)
+
+    # ---- from the proxy --------------------------------------------------------------------------------------
+
+    def proxy_leg_failed(self, route: bytes, message: LegFailed, now: float) -> None:
+        """The proxy saw a leg fail."""
+        lease = self._lease_of_proxy(message.transfer_id, route)
+        if lease is not None:
+            self._fail_leg(lease, message, now, tell_proxy=False)
+
+    def release(self, route: bytes, message: Release, now: float) -> None:
+        """The proxy is done with it."""
+        lease = self._lease_of_proxy(message.transfer_id, route)
+        if lease is not None:
+            self.give_up(lease, f"released by its proxy: {message.reason}", now, tell_proxy=False)
+
+    # ---- from the router itself ------------------------------------------------------------------------------
+
+    def engine_lost(self, engine: Engine, reason: str, now: float) -> None:
+        """An engine is suspect or gone: its transfers go on without it."""
+        for lease in self._leases.of_engine(engine.engine_id):
+            if lease.decode is engine:
+                failed = LegFailed(transfer_id=lease.transfer_id, leg="decode", reason=reason[:2048])
+                self._wait_no_more(lease, reason)
+                self._fail_leg(lease, failed, now, tell_proxy=True)
+            elif lease.prefill is engine and not lease.is_prefill_lost:
+                failed = LegFailed(transfer_id=lease.transfer_id, leg="prefill", reason=reason[:2048])
+                self._fail_leg(lease, failed, now, tell_proxy=True)
+
+    def expire(self, now: float) -> None:
+        """End leases whose deadline has passed."""
+        for lease in self._leases.expired(now):
+            self._out.happened("lease_expired", transfer_id=lease.transfer_id)
+            self.give_up(lease, "the lease expired", now, tell_proxy=True)
+
+    def give_up(self, lease: Lease, reason: str, now: float, *, tell_proxy: bool) -> None:
+        """End a lease that no engine ended; both legs are told to wait no more."""
+        self._to_prefill(lease, CancelGrant(transfer_id=lease.transfer_id, reason=reason[:2048]))
+        self._wait_no_more(lease, reason)
+        self._end(lease, _no_delivery(lease, "failed" if tell_proxy else "aborted", reason), now, tell_proxy=tell_proxy)
+
+    # ---- parts -----------------------------------------------------------------------------------------------
+
+    def _fail_leg(self, lease: Lease, failed: LegFailed, now: float, *, tell_proxy: bool) -> None:
+        """Tell the other leg. Without prefill decode recomputes and ends it; without decode it is over."""
+        if tell_proxy:
+            self._out.send(failed, lease.proxy)
+        if failed.leg == "prefill":
+            lease.is_prefill_lost = True
+            _return_tokens(lease)
+            self._out.send_link(lease.decode.sched, failed)
+        else:
+            self._out.send_link(lease.prefill.sched, failed)
+            self._end(lease, _no_delivery(lease, "failed", failed.reason), now)
+
+    def _end(self, lease: Lease, ended: Ended, now: float, *, tell_proxy: bool = True) -> None:
+        self._leases.end(lease.transfer_id)
+        _return_tokens(lease)
+        if lease.epoch < 0:
+            lease.decode.credit.release(lease.transfer_id)
+        else:
+            lease.decode.credit.settle(lease.transfer_id, now + REPORT_LAG_S)
+        self._out.count("ended", ended.outcome)
+        if tell_proxy:
+            self._out.send(ended, lease.proxy)
+
+    def _to_prefill(self, lease: Lease, message: Grant | CancelGrant) -> None:
+        routes = lease.prefill.worker_routes
+        if lease.prefill.sched is not None:
+            routes = (*routes, lease.prefill.sched.route)
+        self._out.send(message, *routes)
+
+    def _wait_no_more(self, lease: Lease, reason: str) -> None:
+        failed = LegFailed(transfer_id=lease.transfer_id, leg="prefill", reason=reason[:2048])
+        self._out.send_link(lease.decode.sched, failed)
+
+    def _lease_of(
+        self, transfer_id: str, *, prefill: Engine | None = None, decode: Engine | None = None
+    ) -> Lease | None:
+        lease = self._leases.get(transfer_id)
+        if lease is None:
+            self._out.count("refused", "late")
+            return None
+        if (prefill is not None and lease.prefill is not prefill) or (
+            decode is not None and lease.decode is not decode
+        ):
+            self._out.count("refused", "foreign")
+            return None
+        return lease
+
+    def _lease_of_proxy(self, transfer_id: str, route: bytes) -> Lease | None:
+        lease = self._leases.get(transfer_id)
+        if lease is not None and lease.proxy == route:
+            return lease
+        self._out.count("refused", "late" if lease is None else "foreign")
+        return None
+
+
+def _return_tokens(lease: Lease) -> None:
+    """The prompt is no load for its prefill engine any more."""
+    if not lease.is_prefill_over:
+        lease.is_prefill_over = True
+        lease.prefill.outstanding_tokens -= lease.num_tokens
+
+
+def _no_delivery(lease: Lease, outcome: Outcome, reason: str) -> Ended:
+    return Ended(
+        transfer_id=lease.transfer_id, outcome=outcome, num_tokens=0, num_bytes=0, num_units=0, channel="",
+        reason=reason[:2048],
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""Everything the router can be told, as one frozen value; made by the launcher from the config section `router`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdxfer.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """Settings of one router."""
+
+    bind: str = "tcp://127.0.0.1:5570"
+    """ZMQ address to listen on; port 0 lets the OS choose. Beyond loopback it needs `keys_dir`."""
+    keys_dir: Path | None = None
+    """Directory with server.key and the members' public keys; None: no encryption, no authentication."""
+    allow_insecure: bool = False
+    """Listen beyond loopback without keys."""
+    heartbeat_s: float = 0.5
+    """Interval at which members report."""
+    missed_heartbeats: int = 3
+    """An engine that missed this many is suspect: no new pairings, its transfers go on without it."""
+    forget_s: float = 60.0
+    """A silent engine is forgotten after this long."""
+    min_remote_tokens: int = 256
+    """Shorter prompts go to a decode engine alone."""
+    max_queue: int = 1024
+    """Requests that may wait for capacity; more are answered Busy."""
+    max_wait_s: float = 60.0
+    """Longest wait for capacity, whatever deadline the proxy gave."""
+    no_engine_wait_s: float = 2.0
+    """Longest wait when no decode engine could take the request (start, restart of the router)."""
+    max_bypasses: int = 64
+    """Requests that may overtake the oldest waiting one; then a decode engine is kept free for it."""
+    lease_s: float = 120.0
+    """Life of a pairing; renewed when its prefill starts and with each grant."""
+    message_rate: float = 20_000.0
+    """Messages per second and connection, and burst; more are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "heartbeat_s", "missed_heartbeats", "forget_s", "max_queue", "max_wait_s", "no_engine_wait_s",
+            "max_bypasses", "lease_s", "message_rate",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"router.{name} is {getattr(self, name)}: it must be larger than 0")
+        if self.min_remote_tokens < 0:
+            raise ConfigError(f"router.min_remote_tokens is {self.min_remote_tokens}: use 0 or more")
+
+    @property
+    def suspect_s(self) -> float:
+        """Silence after which an engine is suspect."""
+        return self.heartbeat_s * self.missed_heartbeats

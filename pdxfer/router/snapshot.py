@@ -1,0 +1,117 @@
+"""What the controller, the metrics and `status` see of the router: a plain copy at one moment."""
+
+from dataclasses import dataclass, field
+
+from pdxfer.router.cluster import Cluster
+from pdxfer.router.leases import Leases
+from pdxfer.router.members import Engine
+from pdxfer.router.outbox import Outbox
+from pdxfer.router.placement import Placement
+from pdxfer.wire.messages import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One engine."""
+
+    engine_id: str
+    incarnation: int
+    role: Role | None
+    """None until its scheduler half said hello."""
+    state: str
+    """joining, ready, draining or suspect."""
+    url: str
+    model: str
+    served_names: list[str]
+    num_ranks: int
+    silent_s: float
+    """Since the last word of its most silent half."""
+    num_blocks: int
+    block_size: int
+    credit_blocks: int
+    """What the router would still promise (decode)."""
+    reserved_blocks: int
+    """Promised and not yet in a report."""
+    outstanding_tokens: int
+    """Paired and not computed yet (prefill)."""
+    num_running: int
+    num_waiting: int
+    num_transfers: int
+    channels: dict[str, str]
+    """Peer engine → kind of channel to it, of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The whole router."""
+
+    is_ready: bool
+    """At least one eligible pair, or an engine for both roles, and not stopping."""
+    reasons: list[str]
+    """What keeps engines and pairs from being used."""
+    engines: list[EngineView]
+    num_proxies: int
+    num_queued: int
+    num_leases: int
+    num_tokens: int
+    """Prompt tokens that came over the wire since start."""
+    num_bytes: int
+    answers: dict[str, int] = field(default_factory=dict)
+    """pairing, local, busy → count since start."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Messages dropped since start, by reason."""
+    ended: dict[str, int] = field(default_factory=dict)
+    """Leases ended since start, by outcome."""
+
+
+def take_snapshot(cluster: Cluster, placement: Placement, leases: Leases, out: Outbox, now: float) -> Snapshot:
+    """Copy what others may see. Costs about 10 µs an engine."""
+    reasons = cluster.reasons(now)
+    if placement.is_stopping:
+        reasons.insert(0, "the router is shutting down")
+    return Snapshot(
+        is_ready=cluster.has_pair() and not placement.is_stopping,
+        reasons=reasons,
+        engines=[_view(engine, leases, now) for engine in cluster.engines.values()],
+        num_proxies=len(cluster.proxies),
+        num_queued=len(placement.queue),
+        num_leases=len(leases),
+        num_tokens=out.num_tokens,
+        num_bytes=out.num_bytes,
+        answers={value: count for (name, value), count in out.counts.items() if name == "answers"},
+        refused={value: count for (name, value), count in out.counts.items() if name == "refused"},
+        ended={value: count for (name, value), count in out.counts.items() if name == "ended"},
+    )
+
+
+def _state(engine: Engine) -> str:
+    if engine.is_suspect:
+        return "suspect"
+    if not engine.is_joined:
+        return "joining"
+    return "draining" if engine.is_draining else "ready"
+
+
+def _view(engine: Engine, leases: Leases, now: float) -> EngineView:
+    hello = engine.hello
+    worker = engine.workers.get(0)
+    return EngineView(
+        engine_id=engine.engine_id,
+        incarnation=engine.incarnation,
+        role=hello.role if hello else None,
+        state=_state(engine),
+        url=hello.url if hello else "",
+        model=hello.model if hello else "",
+        served_names=list(hello.served_names) if hello else [],
+        num_ranks=len(engine.workers),
+        silent_s=engine.silent_s(now),
+        num_blocks=hello.capacity.num_blocks if hello else 0,
+        block_size=hello.capacity.block_size if hello else 0,
+        credit_blocks=engine.credit.available,
+        reserved_blocks=engine.credit.reserved,
+        outstanding_tokens=engine.outstanding_tokens,
+        num_running=engine.num_running,
+        num_waiting=engine.num_waiting,
+        num_transfers=len(leases.of_engine(engine.engine_id)),
+        channels={peer: ready.kind for peer, ready in worker.ready.items() if ready.kind} if worker else {},
+    )
