@@ -40,10 +40,9 @@ def tenant(headers: Mapping[str, str], settings: ProxySettings) -> str:
 
 
 def engine_headers(headers: Mapping[str, str], request_id: str, settings: ProxySettings) -> dict[str, str]:
-    """Headers of both legs. The client's Authorization goes on only if it is not meant for this proxy."""
+    """Headers of both legs, but for the Content-Type. The client's Authorization goes on only if it is not for us."""
     sent = {name: headers[name] for name in _FORWARDED if name in headers}
     sent[REQUEST_ID] = request_id
-    sent["Content-Type"] = headers.get("Content-Type", "application/json")
     return sent | authorization(headers, settings)
 
 

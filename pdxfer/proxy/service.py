@@ -118,6 +118,10 @@ class Service:
             arrival=self._clock.wall(),
         )
         headers = access.engine_headers(request.headers, entry.request_id, self._settings)
+        if endpoint != "passthrough":
+            headers["Content-Type"] = "application/json"
+        elif "Content-Type" in request.headers:
+            headers["Content-Type"] = request.headers["Content-Type"]
         exchange = Exchange(request, entry, headers, loop.time() + self._settings.request_timeout_s)
         with accounted(entry, self._metrics, self._clock), self._admission.enter():
             self._ring.open(entry)
