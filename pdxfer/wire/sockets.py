@@ -200,6 +200,11 @@ class DealerSocket:
         """Edge-triggered descriptor for an event loop: after any wake or send, receive until None."""
         return int(self._socket.get(zmq.FD))
 
+    @property
+    def can_send(self) -> bool:
+        """Whether a connection is established (keys accepted) and takes more messages."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+
     def register(self, fd: int) -> None:
         """Also wake `wait` when this descriptor becomes readable."""
         self._poller.register(fd, zmq.POLLIN)
