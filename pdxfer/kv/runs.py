@@ -51,11 +51,11 @@ def pair_runs(source: Runs, target: Runs) -> tuple[Runs, Runs]:
     begins = np.concatenate((np.zeros(1, dtype=np.int64), cuts[:-1])) if cuts.size else cuts
     lengths = cuts - begins
 
-    def offsets(runs: Runs, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def cut(runs: Runs, ends: npt.NDArray[np.int64]) -> Runs:
         index = np.searchsorted(ends, begins, side="right")
-        return runs[index, 0] + begins - (ends[index] - runs[index, 1])
+        return np.stack((runs[index, 0] + begins - (ends[index] - runs[index, 1]), lengths), axis=1)
 
-    return np.stack((offsets(source, ends_s), lengths), axis=1), np.stack((offsets(target, ends_t), lengths), axis=1)
+    return cut(source, ends_s), cut(target, ends_t)
 
 
 def total_bytes(runs: Runs) -> int:

@@ -32,7 +32,9 @@ class Region:
     def views(self, runs: Runs) -> list[memoryview]:
         """One writable view a run, no copy."""
         if self._bytes is None:
-            raise ConfigError("KV is in device memory: only the nixl channel can move it; set transport.channels: [nixl]")
+            raise ConfigError(
+                "KV is in device memory: only the nixl channel can move it; set transport.channels: [nixl]"
+            )
         data = self._bytes
         return [data[offset : offset + length] for offset, length in runs.tolist()]
 

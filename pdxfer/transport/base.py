@@ -132,6 +132,11 @@ class Channel(Protocol):
     kind: str
     peer: PeerId
 
+    @property
+    def dead(self) -> str:
+        """Why nothing can be sent any more; empty while the channel is open. Any thread, never blocks."""
+        ...
+
     def write(self, unit: OutgoingUnit) -> None:
         """Start moving a unit; may block for back-pressure, bounded. Raises ChannelError: the channel is dead."""
         ...
