@@ -1,17 +1,26 @@
 """What the connector needs, from vLLM's kv_connector_extra_config and the pdxfer config it names."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from pdxfer.config.load import load_config
+from pdxfer.config.network import advertised
+from pdxfer.config.schema import Config
 from pdxfer.connector.compat import VllmConfig
 from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import is_engine_id
 from pdxfer.router.client import ClientSecurity
 from pdxfer.transport.base import EndpointOptions
 from pdxfer.wire.halves import socket_path
+from pdxfer.wire.keys import load_client_security
 from pdxfer.wire.messages import Role
 
-KNOWN = ("role", "config", "set", "router", "url", "engine_id", "keys", "layerwise")
+KNOWN = ("role", "config", "set", "router", "url", "engine_id", "layerwise")
+"""Keys of kv_connector_extra_config: `config` is a file, a packaged name or a list of them, `set` a list of key=value;
+`layerwise` stands here too because vLLM asks a class method for it before any config is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +62,42 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
     engine_id = str(extra.get("engine_id") or f"{role}-{run_id[:8]}")
     if not is_engine_id(engine_id):
         raise ConfigError(f"engine_id {engine_id!r}: use letters, digits, '.', '_' and '-', at most 64")
-    router = str(extra.get("router", ""))
+    ours = _load(extra)
+    router = str(extra.get("router") or ours.router.endpoint)
     if router and not extra.get("url"):
         raise ConfigError('kv_connector_extra_config: "url" is missing: the http://HOST:PORT of this vLLM server')
+    transport, keys_dir = ours.transport, ours.security.keys_dir
     return ConnectorSettings(
         role=role,
         engine_id=engine_id,
         url=str(extra.get("url", "")).rstrip("/"),
         router=router,
         halves_path=socket_path(run_id),
-        layerwise=bool(extra.get("layerwise", True)),
+        security=load_client_security(Path(keys_dir)) if keys_dir else None,
+        channels=tuple(transport.channels),
+        options=_options(ours, router),
+        chunk_tokens=transport.chunk_tokens,
+        integrity=transport.integrity,
+        layerwise=bool(extra.get("layerwise", transport.layerwise)),
+        drain_s=transport.drain_s,
+        max_deadline_s=transport.deadline_s,
+    )
+
+
+def _load(extra: dict[str, Any]) -> Config:
+    files, sets = extra.get("config") or [], extra.get("set") or []
+    return load_config([files] if isinstance(files, str) else files, [sets] if isinstance(sets, str) else sets)
+
+
+def _options(config: Config, router: str) -> EndpointOptions:
+    if not config.router.endpoint:
+        config = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, endpoint=router))
+    transport = config.transport
+    return EndpointOptions(
+        bind=config.network.bind,
+        advertise=advertised(config),
+        ports=config.network.ports,
+        connect_timeout_s=transport.connect_timeout_s,
+        write_timeout_s=transport.write_timeout_s,
+        max_fence_groups=transport.max_fence_groups,
     )

@@ -19,6 +19,8 @@ HELP = {
 class PdxferStats(KVConnectorStats):
     """Plain sums; `data` maps a name of HELP to its increase since the last report."""
 
+    data: dict[str, float]
+
     def reset(self) -> None:
         self.data = {}
 

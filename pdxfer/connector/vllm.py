@@ -26,7 +26,8 @@ from pdxfer.connector.compat import (
     SupportsHMA,
     VllmConfig,
 )
-from pdxfer.connector.scheduler_half import EngineFacts, SchedulerHalf, StepMeta
+from pdxfer.connector.member import EngineFacts
+from pdxfer.connector.scheduler_half import SchedulerHalf, StepMeta
 from pdxfer.connector.settings import ConnectorSettings, settings_from
 from pdxfer.connector.stats import PdxferPromMetrics, PdxferStats
 from pdxfer.core.errors import ConfigError
@@ -138,12 +139,14 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._s.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._s.finished(request)
+        self._s.finished(request)
+        return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._s.finished(request)
+        self._s.finished(request)
+        return False, None
 
     def has_pending_block_frees(self) -> bool:
         return self._s.references_out
@@ -182,7 +185,7 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is None:
             return None
-        values = self._scheduler.counters.take()
+        values = self._scheduler.take_counters()
         return PdxferStats(data=values) if values else None
 
 
@@ -208,8 +211,8 @@ def _refuse_unsupported(config: VllmConfig, kv_config: KVCacheConfig) -> None:
     if len(kv_config.kv_cache_groups) != 1:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_config.kv_cache_groups})
         raise ConfigError(
-            f"this model has {len(kv_config.kv_cache_groups)} KV cache groups ({', '.join(kinds)}); pdxfer moves models "
-            "with one. Sliding-window models: start vLLM with --disable-hybrid-kv-cache-manager; Mamba hybrids: refused"
+            f"this model has {len(kv_config.kv_cache_groups)} KV cache groups ({', '.join(kinds)}); pdxfer moves "
+            "models with one. Sliding-window models: add --disable-hybrid-kv-cache-manager; Mamba hybrids cannot be moved"
         )
 
 

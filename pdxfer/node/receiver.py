@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,11 @@ class _Incoming:
     """The peer has a channel over which it writes by itself (nixl): quiet only when it has stopped."""
     peer_stopped: bool = False
     """The peer has said that it writes no more, or cannot any more."""
+
+    def cells(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
+        """The part of `landed` that a unit covers; a view."""
+        at = header.first_block - self.expect.first_block
+        return self.landed[at : at + header.num_blocks, header.first_layer : header.first_layer + header.num_layers]
 
     @property
     def num_valid(self) -> int:
@@ -150,7 +155,7 @@ class Receiver:
             incoming.claims -= 1
             self._changed.notify_all()
             if good and not incoming.revoked:
-                incoming.landed[at : at + header.num_blocks, header.first_layer : header.first_layer + header.num_layers] = True
+                incoming.cells(header)[:] = True
                 incoming.num_units += 1
                 incoming.num_bytes += header.num_bytes
                 incoming.channel = kind
@@ -221,8 +226,7 @@ class Receiver:
             return False
         if header.num_bytes != header.num_blocks * header.num_layers * self._region.layout.block_bytes:
             return False
-        area = incoming.landed[at : at + header.num_blocks, header.first_layer : header.first_layer + header.num_layers]
-        return not bool(area.any())
+        return not bool(incoming.cells(header).any())
 
     def _verify(self, incoming: _Incoming, at: int, header: UnitHeader) -> bool:
         if not header.digest or not self._region.host:

@@ -56,6 +56,9 @@ class _Abort:
     reason: str
 
 
+_Event = _Step | _Layers | _Forget | _Abort | Grant | Report
+
+
 @dataclass(slots=True)
 class _Outgoing:
     """One transfer that leaves here."""
@@ -89,7 +92,7 @@ class Sender:
     ) -> None:
         self._num_layers, self._chunk_blocks = num_layers, chunk_blocks
         self._open_lane, self._on_settled = open_lane, on_settled
-        self._events: queue.SimpleQueue[_Step | _Layers | _Forget | _Abort | Grant | Report | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._transfers: OrderedDict[str, _Outgoing] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._lanes: dict[str, Lane] = {}
@@ -162,7 +165,8 @@ class Sender:
             if transfer.grant is not None and not self._same_prompt(transfer):
                 continue
             if plan.num_ready:
-                self._ready(transfer, Area(plan.first_block, plan.block_ids[: plan.num_ready], 0, self._num_layers), None)
+                hits = plan.block_ids[: plan.num_ready]
+                self._ready(transfer, Area(plan.first_block, hits, 0, self._num_layers), None)
 
     def _layers(self, layers: _Layers) -> None:
         for plan in self._step:

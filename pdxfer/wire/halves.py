@@ -29,13 +29,13 @@ class _Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="m", forbid_unk
 # ---- scheduler half → worker halves ------------------------------------------------------------------------------
 
 
-class Welcome(_Fact, tag="welcome"):
+class Welcome(_Fact, tag="welcome", frozen=True):
     """First message to a worker: the incarnation this engine lives under."""
 
     incarnation: int
 
 
-class Expect(_Fact, tag="expect"):
+class Expect(_Fact, tag="expect", frozen=True):
     """decode: these blocks may be filled; sent before the Grant leaves."""
 
     transfer_id: Id
@@ -45,7 +45,7 @@ class Expect(_Fact, tag="expect"):
     block_ids: BlockIds
 
 
-class Revoke(_Fact, tag="revoke"):
+class Revoke(_Fact, tag="revoke", frozen=True):
     """decode: take the grant back; answer Fenced when no byte of it can land any more."""
 
     transfer_id: Id
@@ -53,7 +53,7 @@ class Revoke(_Fact, tag="revoke"):
     reason: Text
 
 
-class Forget(_Fact, tag="forget"):
+class Forget(_Fact, tag="forget", frozen=True):
     """prefill: send nothing more of this transfer; answer Settled when no byte of it can leave any more."""
 
     transfer_id: Id
@@ -63,21 +63,21 @@ class Forget(_Fact, tag="forget"):
 # ---- worker half → scheduler half --------------------------------------------------------------------------------
 
 
-class WorkerReady(_Fact, tag="worker_ready"):
+class WorkerReady(_Fact, tag="worker_ready", frozen=True):
     """A rank has its KV region and endpoints; `fingerprint` is its part of the engine's identity."""
 
     rank: int
     fingerprint: dict[str, str]
 
 
-class Listening(_Fact, tag="listening"):
+class Listening(_Fact, tag="listening", frozen=True):
     """Where the rank's endpoints listen (logged, and shown by doctor)."""
 
     rank: int
     addresses: list[ChannelAddress]
 
 
-class Landed(_Fact, tag="landed"):
+class Landed(_Fact, tag="landed", frozen=True):
     """decode: every unit of the grant is in place and verified on this rank."""
 
     rank: int
@@ -89,7 +89,7 @@ class Landed(_Fact, tag="landed"):
     wall: float
 
 
-class Fenced(_Fact, tag="fenced"):
+class Fenced(_Fact, tag="fenced", frozen=True):
     """decode: the grant is over on this rank and nothing of it can land; the first `num_valid` blocks are good."""
 
     rank: int
@@ -99,7 +99,7 @@ class Fenced(_Fact, tag="fenced"):
     reason: Text
 
 
-class Settled(_Fact, tag="settled"):
+class Settled(_Fact, tag="settled", frozen=True):
     """prefill: no byte of this transfer is read any more on this rank; its blocks may go back."""
 
     rank: int

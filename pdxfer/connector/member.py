@@ -1,0 +1,121 @@
+"""The scheduler half's connections: to the router and to its worker halves. Incoming messages go into one inbox.
+
+The engine joins the router when every rank has said WorkerReady. Sending never blocks; without a router, messages to
+it are dropped (store mode).
+"""
+
+import logging
+import queue
+from dataclasses import dataclass
+
+from pdxfer.connector.settings import ConnectorSettings
+from pdxfer.core.clock import Clock
+from pdxfer.core.ids import new_incarnation
+from pdxfer.router.client import MemberClient
+from pdxfer.wire.halves import Listening, SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
+from pdxfer.wire.messages import Capacity, FromRouter, Heartbeat, Hello, Leg, LegFailed, Message, Stage, Stamp
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the scheduler half knows of its engine, read once from vLLM's config."""
+
+    model: str
+    served_names: list[str]
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    world_size: int
+    plans_ready_hits: bool
+    """Prefix hits may be sent before their step: True where no step overlaps another (no async scheduling)."""
+
+
+class Member:
+    """One engine as the router sees it."""
+
+    def __init__(self, settings: ConnectorSettings, facts: EngineFacts, clock: Clock) -> None:
+        self._settings, self._facts, self._clock = settings, facts, clock
+        self.inbox: queue.SimpleQueue[FromRouter | ToScheduler] = queue.SimpleQueue()
+        """Messages for the hooks, in the order they came."""
+        self.incarnation = new_incarnation()
+        self.free_blocks = facts.num_blocks
+        """Blocks a new request may take; the hooks keep it current, heartbeats report it."""
+        self._fingerprints: dict[int, dict[str, str]] = {}
+        self._router: MemberClient | None = None
+        self._halves = SchedulerEnd(settings.halves_path, facts.world_size, self._on_fact)
+        self._halves.broadcast(Welcome(incarnation=self.incarnation))
+
+    def close(self) -> None:
+        """Leave the router on purpose, close the half link."""
+        if self._router is not None:
+            self._router.close(goodbye="engine stops")
+        self._halves.close()
+
+    def tell_workers(self, message: ToWorker) -> None:
+        """To every rank, in order."""
+        self._halves.broadcast(message)
+
+    def tell_router(self, message: Message) -> None:
+        """To the router; dropped with a warning when its queue is full."""
+        if self._router is not None and not self._router.send(message):
+            log.warning("router client's queue is full: %s dropped", type(message).__name__)
+
+    def stamp(self, transfer_id: str, stage: Stage) -> None:
+        """A stage of the request's timeline was reached now."""
+        self.tell_router(Stamp(transfer_id=transfer_id, stage=stage, wall=self._clock.wall()))
+
+    def leg_failed(self, transfer_id: str, leg: Leg, reason: str) -> None:
+        """Our leg is over without having delivered."""
+        self.tell_router(LegFailed(transfer_id=transfer_id, leg=leg, reason=reason[:1000]))
+
+    # ---- other threads -----------------------------------------------------------------------------------------------
+
+    def _on_fact(self, fact: ToScheduler) -> None:
+        """Half link's thread."""
+        if isinstance(fact, WorkerReady):
+            self._fingerprints[fact.rank] = fact.fingerprint
+            if len(self._fingerprints) == self._facts.world_size and self._router is None and self._settings.router:
+                self._join()
+        elif isinstance(fact, Listening):
+            log.info("rank %d listens: %s", fact.rank, ", ".join(a.kind for a in fact.addresses))
+        else:
+            self.inbox.put(fact)
+
+    def _join(self) -> None:
+        self._router = MemberClient(
+            endpoint=self._settings.router,
+            identity=f"{self._settings.engine_id}/sched",
+            security=self._settings.security,
+            hello=self._hello,
+            beat=self._beat,
+            on_message=self.inbox.put,
+            on_link=self._on_link,
+        )
+
+    def _hello(self) -> list[Message]:
+        facts, settings = self._facts, self._settings
+        return [
+            Hello(
+                engine_id=settings.engine_id,
+                incarnation=self.incarnation,
+                role=settings.role,
+                url=settings.url,
+                model=facts.model,
+                served_names=facts.served_names,
+                fingerprint=self._fingerprints[0],
+                capacity=Capacity(
+                    num_blocks=facts.num_blocks, block_size=facts.block_size, max_model_len=facts.max_model_len
+                ),
+                world_size=facts.world_size,
+                free_blocks=self.free_blocks,
+            )
+        ]
+
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(incarnation=self.incarnation, wall=self._clock.wall(), free_blocks=self.free_blocks)
+
+    def _on_link(self, up: bool) -> None:
+        level = logging.INFO if up else logging.WARNING
+        log.log(level, "router %s %s", self._settings.router, "reached" if up else "lost; running transfers go on")

@@ -1,0 +1,81 @@
+"""What we read from vLLM's requests and scheduler output: our parameters, what cannot be moved, progress."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pdxfer.connector.compat import Request, SchedulerOutput
+from pdxfer.connector.identity import digest_prompt, digest_weights
+from pdxfer.wire.messages import Leg, Role
+
+DEFAULT_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferParams:
+    """Our part of kv_transfer_params, as the proxy set it."""
+
+    transfer_id: str
+    leg: Leg
+    deadline_s: float
+
+
+def transfer_params(request: Request, role: Role) -> TransferParams | None:
+    """None for requests without a (well-formed) transfer: only the router mints ids, nothing depends on their form."""
+    params = request.kv_transfer_params
+    ours: Any = params.get("pdxfer") if isinstance(params, dict) else None
+    if not isinstance(ours, dict) or not isinstance(ours.get("transfer_id"), str) or len(ours["transfer_id"]) > 128:
+        return None
+    leg = ours.get("leg", role)
+    deadline = ours.get("deadline_s", DEFAULT_DEADLINE_S)
+    if leg not in ("prefill", "decode") or not isinstance(deadline, int | float) or not 0 < deadline < 1e6:
+        return None
+    return TransferParams(transfer_id=ours["transfer_id"], leg=leg, deadline_s=float(deadline))
+
+
+def unsupported(request: Request) -> str:
+    """Why this request's KV cannot be moved; empty if it can."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "prompts given as embeddings are computed by decode"
+    if request.skip_reading_prefix_cache:
+        return "prompt_logprobs need the whole prompt computed by decode"
+    return ""
+
+
+def prompt_digest(request: Request) -> bytes:
+    """Identity of a prompt: token ids, LoRA, salt, multimodal contents."""
+    extra = [f"salt={request.cache_salt or ''}"]
+    if request.lora_request is not None:
+        lora = request.lora_request
+        extra.append(f"lora={lora.lora_name}:{_adapter_digest(lora.lora_path)}")
+    extra.extend(f"mm={f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features or ())
+    return digest_prompt(request.prompt_token_ids or [], extra)
+
+
+@cache
+def _adapter_digest(path: str) -> str:
+    """Weights digest of a LoRA adapter; its path where it is no local directory. Once an adapter and process."""
+    directory = Path(path)
+    return (digest_weights(directory) if directory.is_dir() else "") or path
+
+
+def computed_before(output: SchedulerOutput) -> dict[str, int]:
+    """Request id → tokens computed before this step, for every scheduled request."""
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs)
+    return computed
+
+
+def written_blocks(output: SchedulerOutput, block_size: int) -> set[int]:
+    """Blocks that this step writes, over all requests."""
+    state = output.kv_connector_block_state
+    assert state is not None
+    written: set[int] = set()
+    for request_id, begin in computed_before(output).items():
+        table = state.get_block_ids(request_id)
+        if table is not None:
+            end = begin + output.num_scheduled_tokens.get(request_id, 0)
+            written.update(table[0][begin // block_size : -(-end // block_size)])
+    return written

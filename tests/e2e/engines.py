@@ -1,0 +1,87 @@
+"""Talks to a running pair: the proxy, and each engine directly (one engine alone is the reference)."""
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+MODEL = "demo"
+TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+
+@dataclass(frozen=True, slots=True)
+class PairUrls:
+    """Where the parts of a running pair listen."""
+
+    proxy: str
+    prefill: str
+    decode: str
+    controller: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer, with what the proxy says about how it came to be."""
+
+    status: int
+    body: dict[str, Any]
+    timeline: str
+
+    @property
+    def text(self) -> str:
+        choice = self.body["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    @property
+    def tokens(self) -> list[str]:
+        """Greedy tokens, as text pieces (logprobs must have been asked for)."""
+        return list(self.body["choices"][0]["logprobs"]["tokens"])
+
+    @property
+    def top2_gaps(self) -> list[float]:
+        """Per position: log-probability of the best minus the second best token."""
+        gaps = []
+        for top in self.body["choices"][0]["logprobs"]["top_logprobs"]:
+            best = sorted(top.values(), reverse=True)
+            gaps.append(best[0] - best[1] if len(best) > 1 else 99.0)
+        return gaps
+
+    @property
+    def mode(self) -> str:
+        """pair or local, from the timeline header."""
+        found = re.search(r"mode=(\w+)", self.timeline)
+        return found.group(1) if found else ""
+
+
+async def post(url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Reply:
+    """One request, not streamed."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.post(url + path, json=body, headers=headers) as r:
+        text = await r.text()
+        payload = json.loads(text) if text.startswith("{") else {"raw": text}
+        return Reply(r.status, payload, r.headers.get("x-pdxfer-timeline", ""))
+
+
+async def complete(url: str, prompt: list[int] | str, max_tokens: int = 16, **more: Any) -> Reply:
+    """A greedy completion with the two best log-probabilities of each token."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    return await post(url, "/v1/completions", {**body, **more})
+
+
+async def metric(url: str, name: str) -> float:
+    """Sum of all samples of one Prometheus metric."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.get(url + "/metrics") as r:
+        text = await r.text()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{re.escape(name)}(\{{|\s)", line))
+
+
+async def until(condition: Any, timeout_s: float = 10.0) -> bool:
+    """Poll an async condition until it holds or the deadline passes."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while asyncio.get_running_loop().time() < deadline:
+        if await condition():
+            return True
+        await asyncio.sleep(0.05)
+    return False
