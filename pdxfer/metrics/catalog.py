@@ -96,6 +96,66 @@ CATALOG: tuple[Metric, ...] = (
         help="Requests refused before any engine saw them.",
         labels={"reason": ("malformed", "too_large", "unauthorized", "unknown_path", "unknown_model", "draining")},
     ),
+    Metric(
+        name="pdxfer_router_answers_total", kind="counter", unit="requests",
+        help="Answers to proxies that asked for a pair.",
+        labels={"answer": ("pairing", "local", "busy")},
+    ),
+    Metric(
+        name="pdxfer_router_leases_ended_total", kind="counter", unit="leases",
+        help="Pairings that ended, by outcome.",
+        labels={"outcome": ("delivered", "failed", "aborted", "unused")},
+    ),
+    Metric(
+        name="pdxfer_router_transfer_tokens_total", kind="counter", unit="tokens",
+        help="Prompt tokens whose KV came over the wire, as decode engines reported them.",
+    ),
+    Metric(
+        name="pdxfer_router_transfer_bytes_total", kind="counter", unit="bytes",
+        help="KV bytes that came over the wire, as decode engines reported them.",
+    ),
+    Metric(
+        name="pdxfer_router_refused_total", kind="counter", unit="messages",
+        help="Messages (and handshakes) that were dropped, by reason.",
+        labels={
+            "reason": (
+                "hello", "identity", "stranger", "unexpected", "rate", "duplicate", "incarnation", "foreign", "stale",
+                "late", "malformed", "handshake", "no_route", "full", "internal",
+            )
+        },
+    ),
+    Metric(
+        name="pdxfer_router_pairs", kind="gauge", unit="pairs",
+        help="Combinations of prefill and decode engine that can take requests now.",
+    ),
+    Metric(
+        name="pdxfer_router_engines", kind="gauge", unit="engines",
+        help="Known engines by role and state.",
+        labels={
+            "role": ("prefill", "decode", "both", "unknown"),
+            "state": ("joining", "ready", "draining", "suspect"),
+        },
+    ),
+    Metric(
+        name="pdxfer_router_proxies", kind="gauge", unit="proxies",
+        help="Connected proxies.",
+    ),
+    Metric(
+        name="pdxfer_router_queued_requests", kind="gauge", unit="requests",
+        help="Requests that wait for decode capacity.",
+    ),
+    Metric(
+        name="pdxfer_router_leases", kind="gauge", unit="leases",
+        help="Pairings that have not ended.",
+    ),
+    Metric(
+        name="pdxfer_router_credit_blocks", kind="gauge", unit="blocks",
+        help="KV blocks that decode engines can still promise, summed.",
+    ),
+    Metric(
+        name="pdxfer_router_outstanding_prefill_tokens", kind="gauge", unit="tokens",
+        help="Prompt tokens paired and not computed yet, summed over prefill engines.",
+    ),
 )  # fmt: skip
 
 

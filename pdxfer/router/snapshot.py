@@ -50,6 +50,8 @@ class Snapshot:
     reasons: list[str]
     """What keeps engines and pairs from being used."""
     engines: list[EngineView]
+    num_pairs: int
+    """Combinations of prefill and decode engine that can take requests now."""
     num_proxies: int
     num_queued: int
     num_leases: int
@@ -73,6 +75,7 @@ def take_snapshot(cluster: Cluster, placement: Placement, leases: Leases, out: O
         is_ready=cluster.has_pair() and not placement.is_stopping,
         reasons=reasons,
         engines=[_view(engine, leases, now) for engine in cluster.engines.values()],
+        num_pairs=sum(len(partners) for _, partners in cluster.pairs("")),
         num_proxies=len(cluster.proxies),
         num_queued=len(placement.queue),
         num_leases=len(leases),

@@ -1,0 +1,26 @@
+"""`pdxfer keys`: CURVE keys of a cluster. Errors are ConfigError; main turns them into one line and exit code 2."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Keys that encrypt and authenticate the control plane.", no_args_is_help=True)
+
+
+@app.callback()
+def keys() -> None:
+    """Keys that encrypt and authenticate the control plane."""
+
+
+@app.command(epilog="Example: pdxfer keys new ~/.pdxfer/keys")
+def new(directory: Annotated[Path, typer.Argument(help="Where to write them; made if missing.")]) -> None:
+    """Write server.key, server.pub, client.key and client.pub, readable by you only.
+
+    The router's host needs server.key and client.pub; hosts of engines and proxies need server.pub, client.key and
+    client.pub. Set security.keys_dir to the directory on each.
+    """
+    from pdxfer.wire.keys import new_keys
+
+    for path in new_keys(directory):
+        typer.echo(path)
