@@ -1,6 +1,6 @@
 """Files, environment and flags → one checked Config; keeps where each value came from.
 
-    defaults < YAML files in order < PDXFER_SECTION__KEY < --set section.key=value
+    defaults < YAML files in order < PDXFER_SECTION__KEY < --set section.key=value < flags
 
 Mappings are merged key by key, lists are replaced. Called by the CLI and by the connector; the only reader of settings
 in the environment. Every mistake is a ConfigError that names key, file and line.
@@ -19,7 +19,7 @@ from msgspec.inspect import Type
 
 from pdxfer.config.schema import Config
 from pdxfer.config.shape import choices_of, fields_of, item_of, root, shape_at, takes_text, value_of
-from pdxfer.config.sources import KeyPath, Source, Tree, display, read_env, read_file, read_sets
+from pdxfer.config.sources import KeyPath, Source, Tree, display, read_env, read_file, read_flags, read_sets
 from pdxfer.core.errors import ConfigError
 
 DEFAULT = "default"
@@ -50,10 +50,15 @@ def load_config(files: Iterable[str | Path] = (), sets: Iterable[str] = ()) -> C
     return load(files, sets, os.environ).config
 
 
-def load(files: Iterable[str | Path], sets: Iterable[str], environ: Mapping[str, str]) -> Loaded:
-    """As load_config, with a given environment and with origins."""
+def load(
+    files: Iterable[str | Path],
+    sets: Iterable[str],
+    environ: Mapping[str, str],
+    flags: Mapping[str, tuple[str, str]] | None = None,
+) -> Loaded:
+    """As load_config, with a given environment and with origins. `flags`: command-line flag → key and text."""
     sources = [read_file(find_config(file)) for file in files]
-    sources += [read_env(environ), read_sets(sets)]
+    sources += [read_env(environ), read_sets(sets), read_flags(flags or {})]
     tree: Tree = {}
     origins: dict[KeyPath, str] = {}
     for source in sources:

@@ -13,6 +13,8 @@ from pdxfer.config.schema import Config, NetworkConfig
 from pdxfer.core.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
+_ANYWHERE = "192.0.2.1"
+"""A documentation address (RFC 5737): the way to it is the default route."""
 
 
 def is_loopback(host: str) -> bool:
@@ -35,6 +37,16 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def bind_address(config: Config) -> str:
+    """The address that router, engines and data channels of this host listen on."""
+    if config.network.bind:
+        return config.network.bind
+    if config.network.interface:
+        return _address_of(config.network)
+    router = _router_host(config)
+    return _LOOPBACK if not router or is_loopback(router) else _way_to(router)
+
+
 def advertised(config: Config) -> str:
     """The address others connect to. Raises ConfigError if `network.interface` has none."""
     network = config.network
@@ -42,18 +54,16 @@ def advertised(config: Config) -> str:
         return network.advertise
     if network.interface:
         return _address_of(network)
-    if not is_wildcard(network.bind):
-        return network.bind
-    router = urlsplit(config.router.endpoint).hostname if config.router.endpoint else None
-    return _way_to(router or "192.0.2.1")
+    bind = bind_address(config)
+    return _way_to(_router_host(config) or _ANYWHERE) if is_wildcard(bind) else bind
 
 
 def router_endpoint(config: Config) -> str:
     """ZMQ address at which members find the router."""
     if config.router.endpoint:
         return config.router.endpoint
-    host = _LOOPBACK if is_wildcard(config.network.bind) else config.network.bind
-    return f"tcp://{join(host, config.router.port)}"
+    bind = bind_address(config)
+    return f"tcp://{join(_LOOPBACK if is_wildcard(bind) else bind, config.router.port)}"
 
 
 def controller_url(config: Config) -> str:
@@ -64,12 +74,26 @@ def controller_url(config: Config) -> str:
 
 def proxy_bind(config: Config) -> str:
     """Address the proxy listens on."""
-    return config.proxy.bind or config.network.bind
+    return config.proxy.bind or config.network.bind or _LOOPBACK
 
 
 def local_url(host: str, port: int) -> str:
     """HTTP base under which this machine itself reaches something bound to `host`."""
     return f"http://{join(_LOOPBACK if is_wildcard(host) else host, port)}"
+
+
+def _router_host(config: Config) -> str:
+    """Host of `router.endpoint`; empty if none is set. Raises ConfigError if it is no address."""
+    if not config.router.endpoint:
+        return ""
+    try:
+        parts = urlsplit(config.router.endpoint)
+        is_address = parts.scheme == "tcp" and parts.hostname and parts.port
+    except ValueError:
+        is_address = None
+    if not is_address:
+        raise ConfigError(f"router.endpoint is {config.router.endpoint!r}: write it as tcp://HOST:PORT")
+    return parts.hostname or ""
 
 
 def _address_of(network: NetworkConfig) -> str:

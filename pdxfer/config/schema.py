@@ -93,10 +93,11 @@ class TopologyConfig(Section, frozen=True):
 class NetworkConfig(Section, frozen=True):
     """Where this host listens and how others reach it."""
 
-    bind: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
-    """Address that router, engines and data channels listen on. Beyond loopback `security` must be set."""
+    bind: str = ""
+    """Address that router, engines and data channels listen on; empty: loopback, or towards a router elsewhere.
+    Beyond loopback `security` must be set."""
     advertise: str = ""
-    """Address others connect to; empty: of `interface`, else `bind` if it is one, else the way to the router."""
+    """Address others connect to; empty: of `interface`, else `bind` if it is one, else towards the router."""
     interface: str = ""
     """Network interface whose address is advertised."""
     ports: tuple[Port, Port] = (5600, 5699)
@@ -142,7 +143,7 @@ class ProxyConfig(Section, frozen=True):
     """The OpenAI API in front of the pair."""
 
     bind: str = ""
-    """Address to listen on; empty: `network.bind`. Beyond loopback `api_keys` must be set."""
+    """Address to listen on; empty: `network.bind`, or loopback. Beyond loopback `api_keys` must be set."""
     port: Port = 8000
     """HTTP port."""
     api_keys: Secrets = field(default_factory=dict)

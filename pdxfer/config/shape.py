@@ -73,7 +73,7 @@ def descriptions() -> Mapping[str, Mapping[str, str]]:
         for declared, text in zip(node.body, node.body[1:], strict=False):
             if isinstance(declared, ast.AnnAssign) and isinstance(text, ast.Expr):
                 assert isinstance(declared.target, ast.Name) and isinstance(text.value, ast.Constant)
-                texts[declared.target.id] = str(text.value.value)
+                texts[declared.target.id] = " ".join(str(text.value.value).split())
     return found
 
 

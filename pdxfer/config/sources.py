@@ -93,6 +93,14 @@ def read_sets(sets: Iterable[str]) -> Source:
     return source
 
 
+def read_flags(flags: Mapping[str, tuple[str, str]]) -> Source:
+    """Settings of flags of their own, as `--model`: flag → (section.key, text)."""
+    source = Source("flags", is_text=True)
+    for flag, (key, text) in flags.items():
+        source.put(tuple(key.split(".")), text, flag)
+    return source
+
+
 class _Reader:
     """YAML nodes → plain values; notes where each was written and refuses repeated keys."""
 

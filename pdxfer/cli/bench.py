@@ -1,0 +1,30 @@
+"""`pdxfer bench NAME ...`: hands the rest of the line to pdxfer.bench.NAME.main."""
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from pdxfer.cli.options import new_app
+from pdxfer.core.errors import ConfigError
+
+BENCHES = ("router", "transfer", "ttft")
+app = new_app()
+
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="router, transfer or ttft; `bench NAME --help` shows its options.")],
+) -> None:
+    """Measure router, transfer or time to first token.
+
+    Example: pdxfer bench ttft --lens 1000,3500 --reps 5
+    """
+    if name in ("--help", "-h"):
+        print(context.get_help())
+        return
+    if name not in BENCHES:
+        raise ConfigError(f"no bench {name!r}; there are {', '.join(BENCHES)}")
+    module = importlib.import_module(f"pdxfer.bench.{name}")
+    raise typer.Exit(module.main(list(context.args)))

@@ -1,0 +1,80 @@
+"""`pdxfer config show|check|schema|list`."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pdxfer.cli.options import AsJson, ConfigFiles, Sets, load_settings, new_app, print_json, print_table
+from pdxfer.config.load import find_config, packaged_configs
+from pdxfer.config.shape import json_schema
+from pdxfer.config.show import rows
+
+app = new_app()
+
+
+@app.callback()
+def config() -> None:
+    """Show, check and describe the configuration.
+
+    Example: pdxfer config show --config cpu-1p1d --set router.port=5571
+    """
+
+
+@app.command()
+def show(
+    config: ConfigFiles = None,
+    set_: Sets = None,
+    section: Annotated[str, typer.Option(help="Only this section.")] = "",
+    changed: Annotated[bool, typer.Option("--changed", help="Only what is not the default.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Every value and where it came from; secrets are ***.
+
+    Example: pdxfer config show --config cpu-1p1d --changed
+    """
+    shown = [
+        row
+        for row in rows(load_settings(config, set_))
+        if row.key.startswith(section) and not (changed and row.origin == "default")
+    ]
+    if as_json:
+        print_json(shown)
+        return
+    print_table(["KEY", "VALUE", "ORIGIN"], [[r.key, msgspec.json.encode(r.value).decode(), r.origin] for r in shown])
+
+
+@app.command()
+def check(config: ConfigFiles = None, set_: Sets = None, as_json: AsJson = False) -> None:
+    """Exit 0 if the configuration is good, 2 with the reason if not.
+
+    Example: pdxfer config check --config my.yaml
+    """
+    load_settings(config, set_)
+    files = [str(find_config(name)) for name in config or []]
+    if as_json:
+        print_json({"ok": True, "files": files})
+    else:
+        print(f"ok: {', '.join(files) or 'defaults, environment and --set'}")
+
+
+@app.command()
+def schema() -> None:
+    """JSON Schema of a configuration file, with the meaning of every key.
+
+    Example: pdxfer config schema > pdxfer.schema.json
+    """
+    print_json(json_schema())
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """Names of the configs that came with pdxfer.
+
+    Example: pdxfer config list
+    """
+    found = {name: str(find_config(name)) for name in packaged_configs()}
+    if as_json:
+        print_json(found)
+    else:
+        print_table(["NAME", "FILE"], [[name, file] for name, file in found.items()])

@@ -1,0 +1,85 @@
+"""Is it there yet: ports that must be free before a start, and probes that say when a process is ready."""
+
+import asyncio
+import errno
+import json
+import socket
+from collections.abc import Iterable
+
+import aiohttp
+import psutil
+
+from pdxfer.launcher.errors import LaunchError
+from pdxfer.launcher.spec import PortUse, ProcessSpec
+
+_PROBE_S = 5.0
+_INTERVAL_S = 0.2
+
+
+def check_ports(specs: Iterable[ProcessSpec]) -> None:
+    """Raise LaunchError for the first port that something else holds."""
+    for spec in specs:
+        for use in spec.ports:
+            if use.port and (problem := _problem(use)):
+                raise LaunchError(f"{spec.name} cannot listen on {use.host}:{use.port} ({use.key}): {problem}")
+
+
+def _problem(use: PortUse) -> str:
+    """Why the port cannot be had; empty if it can."""
+    family = socket.AF_INET6 if ":" in use.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((use.host.strip("[]"), use.port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return f"{error.strerror or error}; check network.bind"
+            return f"the port is taken by {_holder(use.port)}; stop it, or set {use.key} to another"
+    return ""
+
+
+def _holder(port: int) -> str:
+    try:
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
+                return f"{psutil.Process(found.pid).name()} (pid {found.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return "another process"
+
+
+class Prober:
+    """Asks one process whether it is ready, until it is."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.reason = "does not listen yet"
+        """What the last answer was."""
+
+    async def until_ready(self) -> None:
+        """Return once the url answers 200; the caller sets the deadline."""
+        timeout = aiohttp.ClientTimeout(total=_PROBE_S)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while not await self._ask(session):
+                await asyncio.sleep(_INTERVAL_S)
+
+    async def _ask(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get(self._url) as answer:
+                self.reason = "" if answer.status == 200 else _reason(answer.status, await answer.text())
+                return answer.status == 200
+        except aiohttp.ClientConnectionError:
+            self.reason = "does not listen yet"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.reason = f"gives no answer ({type(error).__name__})"
+        return False
+
+
+def _reason(status: int, body: str) -> str:
+    """The reasons of our own /ready, else the status."""
+    try:
+        reasons = json.loads(body)["reasons"]
+    except (ValueError, KeyError, TypeError):
+        return f"answers {status}"
+    return "; ".join(map(str, reasons))
