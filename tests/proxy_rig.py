@@ -17,6 +17,7 @@ from pdxfer.testing.fake_pairer import FakePairer
 from pdxfer.wire.messages import EngineRef, Stamp
 
 MODEL = "fake"
+COMPLETION = {"model": MODEL, "prompt": "words " * 300, "max_tokens": 8}
 
 
 @dataclass

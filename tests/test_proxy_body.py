@@ -113,7 +113,7 @@ def test_the_prefill_leg_asks_for_one_token_and_nothing_else() -> None:
         "n": 1,
         "tools": [{"type": "function"}],
         "cache_salt": "s",
-        "kv_transfer_params": {"pdxfer": {"transfer_id": "t-1", "deadline_s": 9}},
+        "kv_transfer_params": {"pdxfer": {"transfer_id": "t-1", "deadline_s": 9, "leg": "prefill"}},
     }
     assert "max_completion_tokens" not in prefill_body(parsed(), {})
 
@@ -126,7 +126,7 @@ def test_the_decode_leg_is_the_original_with_our_transfer() -> None:
         "stream": True,
         "max_tokens": 50,
         "temperature": 0.1,
-        "kv_transfer_params": {"pdxfer": {"transfer_id": "t-1"}},
+        "kv_transfer_params": {"pdxfer": {"transfer_id": "t-1", "leg": "decode"}},
     }
     assert "kv_transfer_params" not in body.json
 

@@ -11,7 +11,7 @@ from proxy_rig import MODEL, Rig, rig
 
 from pdxfer.metrics.timeline import parse_header
 from pdxfer.testing.fake_clock import FakeClock
-from pdxfer.wire.messages import EngineRef, Ended
+from pdxfer.wire.messages import Ended, EngineRef
 
 STREAM = {"model": MODEL, "prompt": "words " * 300, "max_tokens": 8, "stream": True}
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -161,7 +161,8 @@ async def test_headers_wait_for_the_first_byte_and_carry_the_whole_timeline() ->
         assert status == 200 and body["stages_ms"] == pytest.approx(expected, abs=0.01)
         assert (body["mode"], body["prefill"], body["decode"], body["outcome"]) == ("pair", "p0", "raw", "ok")
         assert body["transfer"] == {
-            "outcome": "delivered", "reason": "", "num_tokens": 300, "num_bytes": 12345, "num_units": 6, "channel": "tcp",
+            "outcome": "delivered", "reason": "", "num_tokens": 300, "num_bytes": 12345, "num_units": 6,
+            "channel": "tcp",
         }  # fmt: skip
         assert r.count("transfer_bytes_total") == 12345
         assert r.proxy.metrics.registry.get_sample_value(

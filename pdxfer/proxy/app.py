@@ -19,11 +19,13 @@ from pdxfer.proxy.engines import Engines
 from pdxfer.proxy.errors import ApiError
 from pdxfer.proxy.pairer import Notice, OnMessage, Pairer
 from pdxfer.proxy.readiness import Readiness
+from pdxfer.proxy.router_link import RouterLink
 from pdxfer.proxy.routing import Routing
 from pdxfer.proxy.service import Service
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.proxy.stream import ClientGone, StreamBroken
 from pdxfer.proxy.timeline import TimelineRing
+from pdxfer.wire.keys import load_client_security
 from pdxfer.wire.messages import Ended, LegFailed, Stamp
 
 log = logging.getLogger(__name__)
@@ -228,6 +230,18 @@ class Proxy:
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def serve(settings: ProxySettings) -> None:
+    """Run one proxy until SIGTERM; a second signal does not wait for running requests. Raises ConfigError."""
+    security = load_client_security(settings.keys_dir) if settings.keys_dir else None
+
+    def make_pairer(on_message: OnMessage) -> Pairer:
+        return RouterLink(
+            endpoint=settings.router, proxy_id=settings.proxy_id, security=security, on_message=on_message
+        )
+
+    asyncio.run(run(settings, make_pairer))
 
 
 async def run(settings: ProxySettings, make_pairer: Callable[[OnMessage], Pairer]) -> None:

@@ -102,7 +102,7 @@ def take_model(body: JsonObject, resolve: Callable[[str], str]) -> str:
 def prefill_body(parsed: Parsed, transfer: JsonObject) -> JsonObject:
     """The prefill leg: the same prompt, one token, no stream, nothing that only shapes output."""
     body = {key: value for key, value in parsed.json.items() if key not in _NOT_FOR_PREFILL}
-    body |= {"stream": False, "max_tokens": 1, "n": 1, _KV: {"pdxfer": transfer}}
+    body |= {"stream": False, "max_tokens": 1, "n": 1, _KV: {"pdxfer": {**transfer, "leg": "prefill"}}}
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
     return body
@@ -110,7 +110,7 @@ def prefill_body(parsed: Parsed, transfer: JsonObject) -> JsonObject:
 
 def decode_body(parsed: Parsed, transfer: JsonObject) -> JsonObject:
     """The decode leg: what the client sent, with the transfer it takes part in."""
-    return parsed.json | {_KV: {"pdxfer": transfer}}
+    return parsed.json | {_KV: {"pdxfer": {**transfer, "leg": "decode"}}}
 
 
 def _option_reason(body: JsonObject) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pdxfer.core.errors import ConfigError
 
@@ -18,6 +19,10 @@ class ProxySettings:
     """0 lets the OS choose."""
     router: str = "tcp://127.0.0.1:5570"
     """ZMQ endpoint of the router."""
+    keys_dir: Path | None = None
+    """Directory with the router's public key and ours; None: no encryption."""
+    allow_insecure: bool = False
+    """Listen beyond loopback without api_keys."""
     proxy_id: str = "proxy"
     """Our identity at the router; unique among its proxies."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +71,7 @@ class ProxySettings:
                 raise ConfigError(
                     f"proxy: the name {name[:40]!r} (proxy_id or a tenant of api_keys) must be 1..128 long"
                 )
-        if self.host not in LOOPBACK and not self.api_keys:
+        if self.host not in LOOPBACK and not self.api_keys and not self.allow_insecure:
             raise ConfigError(
                 f"proxy.host is {self.host}, reachable from other machines, but no client tokens are set: "
                 "set proxy.api_keys, or listen on 127.0.0.1"

@@ -30,13 +30,16 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Transfer(msgspec.Struct):
+class Transfer(msgspec.Struct):
+    """Our part of kv_transfer_params."""
+
     transfer_id: str
     deadline_s: float = 60.0
+    leg: Literal["prefill", "decode"] = "decode"
 
 
 class _KvParams(msgspec.Struct):
-    pdxfer: _Transfer | None = None
+    pdxfer: Transfer | None = None
 
 
 class Body(msgspec.Struct):
@@ -70,7 +73,7 @@ class Job:
     stream: bool
     include_usage: bool
     echo: bool
-    transfer: _Transfer | None
+    transfer: Transfer | None
 
     def choices(self) -> list[list[str]]:
         """Words of each choice: n for every prompt."""

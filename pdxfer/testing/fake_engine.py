@@ -1,20 +1,20 @@
 """A vLLM server without vLLM: OpenAI endpoints, deterministic text, configurable speed, injectable faults.
 
 Behind the proxy it stands in for a real engine in tests; with a router it takes part in the whole protocol and moves
-real bytes (fake_member.py), which `pdxfer launch --role all --engine fake` uses.
+real bytes (fake_member.py), which `pdxfer launch --role all --engine fake` uses:
+`python -m pdxfer.testing.fake_engine --role prefill --engine-id p0 --port 8100 --router tcp://127.0.0.1:5570`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from aiohttp import web
 
 from pdxfer.core.ids import new_request_id
 from pdxfer.testing import fake_api
 from pdxfer.testing.fake_api import BadRequest, Endpoint, Job
+from pdxfer.testing.fake_compute import Kv, KvError, Wait
 
 log = logging.getLogger(__name__)
 
@@ -67,28 +67,6 @@ class Seen:
     body: bytes
 
 
-class Kv(Protocol):
-    """Where the prompt's KV comes from: `FakeEngine.prefill` computes it, a member of the protocol may receive it."""
-
-    async def fill(self, job: Job) -> None:
-        """Return when all KV of the job's prompts is here. Raises KvError if what is here is wrong."""
-        ...
-
-
-class KvError(Exception):
-    """The KV that arrived is not the prompt's."""
-
-
-class Compute:
-    """KV by computing: takes as long as the prefill rate says."""
-
-    def __init__(self, tokens_per_s: float) -> None:
-        self._tokens_per_s = tokens_per_s
-
-    async def fill(self, job: Job) -> None:
-        await asyncio.sleep(sum(map(len, job.prompts)) / self._tokens_per_s)
-
-
 @dataclass(slots=True)
 class Counts:
     """What happened so far."""
@@ -107,7 +85,7 @@ class FakeEngine:
         self.faults = Faults()
         self.counts = Counts()
         self.url = ""
-        self._kv = kv or Compute(settings.prefill_tokens_per_s)
+        self._kv = kv or Wait(settings.prefill_tokens_per_s)
         self._keep_requests = keep_requests
         self._runner: web.AppRunner | None = None
 
@@ -171,10 +149,10 @@ class FakeEngine:
         if job.stream:
             return await self._stream(request, job, self.faults.break_after if is_faulty else -1)
         try:
-            await self._kv.fill(job)
+            async with self._kv.filled(job):
+                await asyncio.sleep(self.settings.inter_token_s * job.max_tokens)
         except KvError as error:
             return _error(500, str(error))
-        await asyncio.sleep(self.settings.inter_token_s * job.max_tokens)
         return web.Response(body=fake_api.full(job), content_type="application/json")
 
     async def _stream(self, request: web.Request, job: Job, break_after: int) -> web.StreamResponse:
@@ -182,25 +160,18 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         try:
-            await self._kv.fill(job)
+            async with self._kv.filled(job):
+                for index, event in enumerate(fake_api.events(job)):
+                    if index == break_after:
+                        _cut(request)
+                        return response
+                    await response.write(event)
+                    await asyncio.sleep(self.settings.inter_token_s)
         except KvError as error:
-            await response.write(b"data: " + fake_api.error_body(500, str(error)) + b"\n\ndata: [DONE]\n\n")
-            return response
-        index = 0
-        async for event in self._paced(job):
-            if index == break_after:
-                _cut(request)
-                return response
-            await response.write(event)
-            index += 1
+            await response.write(b"data: " + fake_api.error_body(500, str(error)) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
-
-    async def _paced(self, job: Job) -> AsyncIterator[bytes]:
-        for event in fake_api.events(job):
-            yield event
-            await asyncio.sleep(self.settings.inter_token_s)
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
@@ -243,3 +214,9 @@ def _error(status: int, message: str) -> web.Response:
 def _cut(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
+
+
+if __name__ == "__main__":
+    from pdxfer.testing.fake_main import main
+
+    main()

@@ -1,0 +1,120 @@
+"""KV cache of a FakeEngine: numpy memory in the layout of a real engine, with bytes that the prompt alone implies.
+
+A block's bytes are derived from all token ids up to its end and its layer, so KV of another prompt, of another position
+or of another layer is recognised. Event-loop thread only, but for the node's threads, which move the bytes.
+"""
+
+import asyncio
+from collections import deque
+
+import numpy as np
+from blake3 import blake3
+
+from pdxfer.kv.layout import KvLayout
+from pdxfer.kv.runs import block_runs
+from pdxfer.memory.region import Region
+from pdxfer.testing.fake_model import pack
+
+
+class FakeCache:
+    """A region and the pool of its blocks; block 0 is never given out, as in vLLM."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, num_layers: int, block_bytes: int) -> None:
+        self._memory = np.zeros(num_layers * num_blocks * block_bytes, dtype=np.uint8)
+        self.layout = KvLayout(
+            base=self._memory.ctypes.data,
+            num_bytes=self._memory.nbytes,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            block_stride=block_bytes,
+            layer_offsets=tuple(layer * num_blocks * block_bytes for layer in range(num_layers)),
+            block_size=block_size,
+        )
+        self.region = Region(self.layout)
+        self._free = deque(range(1, num_blocks))
+        self._freed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<FakeCache free={self.num_free}/{self.layout.num_blocks - 1}>"
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def is_full(self) -> bool:
+        """All blocks are free."""
+        return len(self._free) == self.layout.num_blocks - 1
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Blocks of a prompt."""
+        return -(-num_tokens // self.layout.block_size)
+
+    async def take(self, num_blocks: int) -> list[int]:
+        """Reserve blocks, waiting until so many are free. The caller gives them back with `give`."""
+        assert num_blocks < self.layout.num_blocks, f"{num_blocks} blocks of {self.layout.num_blocks - 1}"
+        while len(self._free) < num_blocks:
+            self._freed.clear()
+            await self._freed.wait()
+        return [self._free.popleft() for _ in range(num_blocks)]
+
+    def give(self, block_ids: list[int]) -> None:
+        """Return blocks, oldest use first."""
+        self._free.extend(block_ids)
+        self._freed.set()
+
+    def write(self, block_ids: list[int], token_ids: list[int], first_block: int = 0) -> None:
+        """Compute the KV of the prompt's blocks from `first_block` on into these blocks."""
+        seeds = self._seeds(token_ids)[first_block : first_block + len(block_ids)]
+        for block_id, seed in zip(block_ids, seeds, strict=True):
+            for layer in range(self.layout.num_layers):
+                self._view(block_id, layer)[:] = self._bytes(seed, layer)
+
+    def first_wrong(self, block_ids: list[int], token_ids: list[int]) -> int | None:
+        """Index of the first block whose bytes are not the prompt's, or None."""
+        for index, (block_id, seed) in enumerate(zip(block_ids, self._seeds(token_ids), strict=True)):
+            for layer in range(self.layout.num_layers):
+                if self._view(block_id, layer) != self._bytes(seed, layer):
+                    return index
+        return None
+
+    def _seeds(self, token_ids: list[int]) -> list[bytes]:
+        """One seed a block, over all tokens up to its end."""
+        hasher, size, seeds = blake3(), self.layout.block_size, []
+        for start in range(0, len(token_ids), size):
+            hasher.update(pack(token_ids[start : start + size]))
+            seeds.append(hasher.digest())
+        return seeds
+
+    def _bytes(self, seed: bytes, layer: int) -> bytes:
+        return blake3(seed + layer.to_bytes(4, "little")).digest(length=self.layout.block_bytes)
+
+    def _view(self, block_id: int, layer: int) -> memoryview:
+        return self.region.views(block_runs(self.layout, [block_id], layer, 1))[0]
+
+
+class Compute:
+    """KV by computing it, at the rate of the engine."""
+
+    def __init__(self, cache: FakeCache, tokens_per_s: float) -> None:
+        self.cache = cache
+        self._tokens_per_s = tokens_per_s
+
+    async def blocks(self, block_ids: list[int], token_ids: list[int], first_block: int) -> None:
+        """Fill these blocks: the prompt's from `first_block` on."""
+        if block_ids:
+            self.cache.write(block_ids, token_ids, first_block)
+            await asyncio.sleep(len(block_ids) * self.cache.layout.block_size / self._tokens_per_s)
+
+    async def alone(self, token_ids: list[int]) -> None:
+        """A whole prompt, in blocks that are given back at once."""
+        block_ids = await self.cache.take(self.cache.num_needed(len(token_ids)))
+        try:
+            await self.blocks(block_ids, token_ids, 0)
+        finally:
+            self.cache.give(block_ids)
+
+
+def digest(token_ids: list[int]) -> bytes:
+    """Identity of a prompt, as in Grant.token_digest."""
+    return blake3(pack(token_ids)).digest(length=16)
