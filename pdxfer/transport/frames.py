@@ -95,7 +95,7 @@ class FrameSocket:
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        self._sock, self._timeout_s = sock, timeout_s
+        self.sock, self._timeout_s = sock, timeout_s
         self._sending = threading.Lock()
         self._closing = False
         self._handshaking = True
@@ -109,12 +109,8 @@ class FrameSocket:
         """Change the time without progress that is allowed."""
         self._timeout_s = timeout_s
         value = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-
-    def fileno(self) -> int:
-        """For poll(2)."""
-        return self._sock.fileno()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     @property
     def closing(self) -> bool:
@@ -138,7 +134,7 @@ class FrameSocket:
                 if self._closing:
                     raise ChannelError("the connection was closed here")
                 try:
-                    sent = self._sock.sendmsg(views[:IOV_MAX])
+                    sent = self.sock.sendmsg(views[:IOV_MAX])
                 except BlockingIOError as error:
                     raise ChannelError(f"the peer took no byte for {self._timeout_s:g} s") from error
                 except OSError as error:
@@ -198,7 +194,7 @@ class FrameSocket:
         if self._closing:
             raise ChannelError("the connection was closed here")
         try:
-            received = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            received = self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -214,7 +210,7 @@ class FrameSocket:
         """Make every call on this socket, also those under way, end soon. Any thread; idempotent."""
         self._closing = True
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # not connected any more
 
@@ -222,7 +218,7 @@ class FrameSocket:
         """Release the descriptor. Only when no thread receives any more."""
         self.cut()
         with self._sending:
-            self._sock.close()
+            self.sock.close()
 
 
 def _advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:

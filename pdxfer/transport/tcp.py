@@ -15,7 +15,8 @@ from pdxfer.transport import admission
 from pdxfer.transport.admission import describe
 from pdxfer.transport.base import EndpointOptions, OutgoingUnit, PeerId, Sink, UnitHeader, UnitResult
 from pdxfer.transport.frames import FrameSocket, FrameType, Head
-from pdxfer.transport.stream import Accepted, StreamChannel, StreamEndpoint
+from pdxfer.transport.stream import Accepted, StreamEndpoint, decode
+from pdxfer.transport.stream_channel import StreamChannel
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -50,14 +51,14 @@ class TcpEndpoint(StreamEndpoint):
     def accepts(self, address: bytes) -> str:
         """Any address that can be read will do; whether it answers shows on connect."""
         try:
-            _decode_address(address)
+            decode(address, _address_decoder)
         except ProtocolError as error:
             return str(error)
         return ""
 
     def connect(self, peer: PeerId, address: bytes, timeout_s: float) -> "TcpChannel":
         """See Endpoint."""
-        where = _decode_address(address)
+        where = decode(address, _address_decoder)
         secret = self.admission.secret_for(peer, timeout_s)
         try:
             sock = socket.create_connection((where.host, where.port), timeout_s)
@@ -130,10 +131,3 @@ def listen(bind: str, ports: tuple[int, int]) -> socket.socket:
         except OSError as error:
             reason = str(error)
     raise ConfigError(f"no data port of {low}..{high} can be used on {bind} ({reason}): check network.ports and bind")
-
-
-def _decode_address(address: bytes) -> TcpAddress:
-    try:
-        return _address_decoder.decode(address)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"malformed tcp address: {error}") from error

@@ -1,0 +1,91 @@
+"""Reading another process's memory on this host: process_vm_readv (cross-memory attach), and who may do it.
+
+One copy, made by the kernel into our memory, without help from the other process. ctypes drops the GIL meanwhile. The
+kernel demands ptrace rights: same user, same pid namespace, and under Yama scope 1 the other process's consent.
+"""
+
+import ctypes
+import os
+from ctypes import c_int, c_ulong, c_void_p
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pdxfer.core.errors import ChannelError
+from pdxfer.kv.runs import Runs
+
+IOV_MAX = 1024
+PR_SET_PTRACER = 0x59616D61
+PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
+
+Iovecs = npt.NDArray[np.uint64]
+"""Shape [R, 2]: address, length; laid out as the kernel's struct iovec."""
+
+
+def iovecs(base: int, runs: Runs) -> Iovecs:
+    """Addresses of runs in a region that begins at `base`."""
+    vectors = np.empty(runs.shape, dtype=np.uint64)
+    vectors[:, 0] = runs[:, 0].astype(np.uint64) + np.uint64(base)
+    vectors[:, 1] = runs[:, 1].astype(np.uint64)
+    return vectors
+
+
+class Reader:
+    """Copies from one process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._call = self._libc.process_vm_readv
+        self._call.restype = ctypes.c_ssize_t
+        self._call.argtypes = [c_int, c_void_p, c_ulong, c_void_p, c_ulong, c_ulong]
+
+    def copy(self, target: Iovecs, source: Iovecs) -> None:
+        """Fill our `target` from its `source`; equal lengths pair by pair. Raises ChannelError."""
+        assert target.shape == source.shape and (target[:, 1] == source[:, 1]).all(), "iovecs do not pair up"
+        for at in range(0, len(target), IOV_MAX):
+            self._batch(target[at : at + IOV_MAX].copy(), source[at : at + IOV_MAX].copy())
+
+    def _batch(self, target: Iovecs, source: Iovecs) -> None:
+        while len(target):
+            count = len(target)
+            done = self._call(self.pid, target.ctypes.data, count, source.ctypes.data, count, 0)
+            if done <= 0:
+                raise ChannelError(f"cannot read memory of process {self.pid}: {_reason(ctypes.get_errno())}")
+            target, source = _skip(target, done), _skip(source, done)
+
+
+def _skip(vectors: Iovecs, done: int) -> Iovecs:
+    """What is left after `done` bytes (the kernel may copy less than asked)."""
+    ends = np.cumsum(vectors[:, 1])
+    first = int(np.searchsorted(ends, done, side="right"))
+    rest = vectors[first:].copy()
+    if len(rest):
+        part = done - int(ends[first] - vectors[first, 1])
+        rest[0] += np.array([part, -part], dtype=np.int64).astype(np.uint64)
+    return rest
+
+
+def _reason(number: int) -> str:
+    hint = "; the kernel wants ptrace rights: same user, kernel.yama.ptrace_scope <= 1, in containers SYS_PTRACE"
+    return os.strerror(number) + (hint if number == 1 else "")
+
+
+def allow_readers() -> None:
+    """Consent under Yama scope 1 (Ubuntu's default): processes of this user may read this one's memory.
+
+    Changes this process until it ends. Without Yama (or at scope 0) the kernel ignores it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
+
+
+def host_id() -> str:
+    """Names this boot of this kernel: equal in two processes that could share memory."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> str:
+    """Process ids mean the same in two processes with equal answers."""
+    return os.readlink("/proc/self/ns/pid")
