@@ -61,4 +61,5 @@ def test_the_command_prints_the_files(tmp_path: Path) -> None:
     """`pdxfer keys new DIR`: one path a line on stdout."""
     result = CliRunner().invoke(app, ["new", str(tmp_path / "k")])
     assert result.exit_code == 0
-    assert [Path(line).name for line in result.stdout.split()] == ["server.key", "server.pub", "client.key", "client.pub"]
+    names = [Path(line).name for line in result.stdout.split()]
+    assert names == ["server.key", "server.pub", "client.key", "client.pub"]

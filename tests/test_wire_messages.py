@@ -39,14 +39,16 @@ def test_random_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
             pass
 
 
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
+TAGS = st.sampled_from(["hello", "grant", "pair", "stamp", "peer_ready", "nonsense"])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    SCALARS | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=8,
 )
 
 
-@given(st.sampled_from(["hello", "grant", "pair", "stamp", "peer_ready", "nonsense"]), st.dictionaries(st.text(max_size=12), JSON))
+@given(TAGS, st.dictionaries(st.text(max_size=12), JSON))
 def test_well_formed_msgpack_of_the_wrong_shape_is_refused(tag: str, fields: dict[str, object]) -> None:
     """Types, bounds and unknown fields are checked by the decoder."""
     try:

@@ -1,0 +1,199 @@
+"""A Hypothesis rule machine over the router's state: any order of messages, losses, repeats, deaths and returns.
+
+Invariants: credits never negative and consistent, no pairing onto engines that are suspect, draining, mismatched or
+not connected, each question answered at most once and every one by its deadline, each pairing ended exactly once, and
+in the end nothing is left.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from router_kit import FINGERPRINT, make_hello, make_pair, make_worker_hello
+from test_router_state import World, ended, grant, sched, worker
+
+from pdxfer.router.events import SetDrain, Unreachable
+from pdxfer.router.members import difference
+from pdxfer.wire.messages import (
+    Busy,
+    CancelGrant,
+    Ended,
+    Goodbye,
+    Heartbeat,
+    LegFailed,
+    Local,
+    Pairing,
+    PeerReady,
+    Release,
+    Role,
+    Stamp,
+    Started,
+)
+
+ROLES: dict[str, Role] = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "b0": "both"}
+ENGINES = st.sampled_from(sorted(ROLES))
+PROXIES = st.sampled_from([b"proxy/x#1", b"proxy/y#1"])
+LEASE_S = 8.0
+WAIT_S = 5.0
+
+
+class RouterMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(lease_s=LEASE_S, max_wait_s=WAIT_S, max_queue=6, max_bypasses=2, forget_s=20.0)
+        self.num_asked = 0
+        self.answered: dict[str, int] = {}
+        self.paired: dict[str, bytes] = {}
+        self.over: dict[str, int] = {}
+        self.left: set[bytes] = set()
+        self.seen = 0
+
+    @initialize()
+    def some_are_there(self) -> None:
+        for engine_id in ("p0", "d0", "d1"):
+            self.world.join(engine_id, ROLES[engine_id], free_blocks=100)
+        for decode in ("d0", "d1"):
+            self.world.connect("p0", decode)
+
+    # ---- members ---------------------------------------------------------------------------------------------
+
+    @rule(engine_id=ENGINES, incarnation=st.integers(1, 3), dtype=st.sampled_from(["float32", "float32", "bfloat16"]))
+    def joins(self, engine_id: str, incarnation: int, dtype: str) -> None:
+        fingerprint = {**FINGERPRINT, "dtype": dtype}
+        self.world.join(engine_id, ROLES[engine_id], incarnation=incarnation, fingerprint=fingerprint, free_blocks=100)
+
+    @rule(engine_id=ENGINES, half=st.booleans(), incarnation=st.integers(1, 3))
+    def half_joins(self, engine_id: str, half: bool, incarnation: int) -> None:
+        if half:
+            self.world.say(sched(engine_id), make_hello(engine_id, ROLES[engine_id], incarnation=incarnation))
+        else:
+            self.world.say(worker(engine_id), make_worker_hello(engine_id, incarnation=incarnation))
+
+    @rule(one=ENGINES, other=ENGINES, incarnation=st.integers(1, 3), is_open=st.booleans())
+    def channel(self, one: str, other: str, incarnation: int, is_open: bool) -> None:
+        kind = "tcp" if is_open else ""
+        self.world.say(worker(one), PeerReady(engine_id=other, incarnation=incarnation, kind=kind))
+
+    @rule(free_blocks=st.integers(0, 150), skip=st.sets(ENGINES, max_size=2))
+    def heartbeats(self, free_blocks: int, skip: set[str]) -> None:
+        for engine_id in set(self.world.state.cluster.engines) - skip:
+            incarnation = self.world.state.cluster.engines[engine_id].incarnation
+            self.world.beat(engine_id, free_blocks=free_blocks, incarnation=incarnation)
+
+    @rule(engine_id=ENGINES, on=st.booleans())
+    def drain(self, engine_id: str, on: bool) -> None:
+        self.world.act(self.world.state.handle(SetDrain(engine_id, on), self.world.now))
+
+    @rule(engine_id=ENGINES)
+    def connection_closes(self, engine_id: str) -> None:
+        self.world.act(self.world.state.handle(Unreachable(sched(engine_id)), self.world.now))
+
+    @rule(engine_id=ENGINES)
+    def leaves(self, engine_id: str) -> None:
+        self.world.say(sched(engine_id), Goodbye(reason="test"))
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 0.6, 2.0, 7.0]))
+    def time_passes(self, seconds: float) -> None:
+        for proxy in set(self.world.state.cluster.proxies):
+            self.world.say(proxy, Heartbeat(incarnation=1, wall=self.world.now))
+        self.world.tick(seconds)
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    @rule(proxy=PROXIES, num_tokens=st.integers(1, 2500), tenant=st.sampled_from(["a", "b"]), local_only=st.booleans())
+    def asks(self, proxy: bytes, num_tokens: int, tenant: str, local_only: bool) -> None:
+        self.num_asked += 1
+        self.left.discard(proxy)
+        pair = make_pair(f"r{self.num_asked}", num_tokens, tenant=tenant, local_only=local_only, deadline_s=WAIT_S)
+        self.world.say(proxy, pair)
+
+    @rule(data=st.data(), sender=ENGINES, kind=st.integers(0, 6), epoch=st.integers(0, 2))
+    def an_engine_speaks(self, data: st.DataObject, sender: str, kind: int, epoch: int) -> None:
+        transfer_id = f"t-{data.draw(st.integers(1, 1 + len(self.paired)))}"
+        engine = self.world.state.cluster.engines.get(sender)
+        message = [
+            Started(transfer_id=transfer_id, num_tokens=1),
+            grant(transfer_id, sender, epoch, engine.incarnation if engine else 1),
+            CancelGrant(transfer_id=transfer_id, reason=""),
+            LegFailed(transfer_id=transfer_id, leg="prefill", reason=""),
+            LegFailed(transfer_id=transfer_id, leg="decode", reason=""),
+            Stamp(transfer_id=transfer_id, stage="prefilled", wall=0.0),
+            ended(transfer_id),
+        ][kind]
+        self.world.say(sched(sender), message)  # type: ignore[arg-type]
+
+    @rule(data=st.data(), proxy=PROXIES, kind=st.integers(0, 2))
+    def a_proxy_speaks(self, data: st.DataObject, proxy: bytes, kind: int) -> None:
+        transfer_id = f"t-{data.draw(st.integers(1, 1 + len(self.paired)))}"
+        if kind == 0:
+            lease = self.world.state.leases.get(transfer_id)
+            self.world.say(proxy, Release(transfer_id=transfer_id, reason=""))
+            if lease is not None and lease.proxy == proxy:
+                self.over[transfer_id] = self.over.get(transfer_id, 0) + 1
+        else:
+            leg = "prefill" if kind == 1 else "decode"
+            self.world.say(proxy, LegFailed(transfer_id=transfer_id, leg=leg, reason=""))
+
+    @rule(proxy=PROXIES)
+    def a_proxy_leaves(self, proxy: bytes) -> None:
+        for lease in self.world.state.leases.of_proxy(proxy):
+            self.over[lease.transfer_id] = self.over.get(lease.transfer_id, 0) + 1
+        self.world.say(proxy, Goodbye(reason="test"))
+        self.left.add(proxy)
+
+    # ---- invariants ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def answers_are_right(self) -> None:
+        for route, message in self.world.sent[self.seen :]:
+            if isinstance(message, Pairing | Local | Busy):
+                count = self.answered[message.request_id] = self.answered.get(message.request_id, 0) + 1
+                assert count == 1, message
+            if isinstance(message, Pairing):
+                self.paired[message.transfer_id] = route
+                self._check_pairing(message)
+            if isinstance(message, Ended):
+                self.over[message.transfer_id] = self.over.get(message.transfer_id, 0) + 1
+        self.seen = len(self.world.sent)
+
+    def _check_pairing(self, pairing: Pairing) -> None:
+        """Checked right after the rule that made it; a rule never both pairs and then spoils an engine."""
+        prefill = self.world.state.cluster.engines[pairing.prefill.engine_id]
+        decode = self.world.state.cluster.engines[pairing.decode.engine_id]
+        assert prefill.is_usable and decode.is_usable and prefill is not decode
+        assert not difference(prefill, decode)
+        ready = prefill.workers[0].ready[decode.engine_id]
+        assert ready.kind and ready.incarnation == decode.incarnation
+
+    @invariant()
+    def each_pairing_ends_once(self) -> None:
+        for transfer_id, count in self.over.items():
+            assert count == 1, (transfer_id, count)
+            assert self.world.state.leases.get(transfer_id) is None
+        live = {t for t in self.paired if self.world.state.leases.get(t) is not None}
+        assert live | set(self.over) == set(self.paired)
+
+    @invariant()
+    def sums_agree(self) -> None:
+        state = self.world.state
+        for engine in state.cluster.engines.values():
+            engine.credit.check()
+            assert engine.credit.available >= 0 and engine.outstanding_tokens >= 0
+            leases = [x for x in state.leases.of_engine(engine.engine_id) if x.prefill is engine]
+            assert engine.outstanding_tokens == sum(x.num_tokens for x in leases if not x.is_prefill_over)
+        assert len(state.placement.queue) <= 6
+
+    def teardown(self) -> None:
+        """Everything ends by its deadline, whoever is silent."""
+        for _ in range(int(LEASE_S + WAIT_S) + 2):
+            for proxy in set(self.world.state.cluster.proxies):
+                self.world.say(proxy, Heartbeat(incarnation=1, wall=self.world.now))
+            self.world.tick(1.0)
+        self.answers_are_right()
+        self.each_pairing_ends_once()
+        assert len(self.world.state.leases) == 0 and len(self.world.state.placement.queue) == 0
+        if not self.left:
+            assert len(self.answered) == self.num_asked
+
+
+RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+test_router_machine = RouterMachine.TestCase
