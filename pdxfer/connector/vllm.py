@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pdxfer.connector.worker_half import WorkerHalf
 
-log = logging.getLogger("vllm.pdxfer")
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,6 +60,7 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_with_vllm()
         settings = settings_from(vllm_config)
         _refuse_unsupported(vllm_config, kv_cache_config)
         self._settings = settings
@@ -70,6 +71,7 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
             assert vllm_config.kv_transfer_config is not None
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = SchedulerHalf(settings, _facts(vllm_config, kv_cache_config))
+            log.info("%s engine %s, router %s", settings.role, settings.engine_id, settings.router or "none")
         else:
             from pdxfer.connector.worker_half import WorkerHalf
 
@@ -187,6 +189,14 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         values = self._scheduler.take_counters()
         return PdxferStats(data=values) if values else None
+
+
+def _log_with_vllm() -> None:
+    """Our log lines go where vLLM's go, in its form and at its level."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("pdxfer")
+    ours.handlers[:] = theirs.handlers
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
 
 
 def _facts(config: VllmConfig, kv_config: KVCacheConfig) -> EngineFacts:
