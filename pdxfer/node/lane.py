@@ -67,9 +67,10 @@ class LaneIdle:
 
 @dataclass(frozen=True, slots=True)
 class LaneFailed:
-    """The channel to this peer died; nothing of ours leaves over it any more."""
+    """The channel these transfers used died; nothing of ours leaves over it any more."""
 
-    engine_id: str
+    transfers: frozenset[tuple[str, int]]
+    """(transfer, epoch)"""
     reason: str
 
 
@@ -96,7 +97,8 @@ class Lane:
         self._controls: list[Drained] = []
         self._dropping: list[tuple[str, int]] = []
         self._in_flight: dict[tuple[str, int], int] = {}
-        self._channel: Channel | None = None
+        self._channels: dict[tuple[str, int], Channel] = {}
+        """The channel each transfer began on: its units and its Drained stay in order on one connection."""
         self._changed = threading.Condition()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=f"pdxfer-lane-{engine_id}", daemon=True)
@@ -150,10 +152,7 @@ class Lane:
                 if self._stop:
                     return
                 job = self._take()
-            try:
-                self._advance(job)
-            except (ChannelError, ValueError) as error:
-                self._fail(str(error))
+            self._advance(job)
 
     def _take(self) -> Job | None:
         if not self._jobs or sum(self._in_flight.values()) >= MAX_IN_FLIGHT:
@@ -163,14 +162,22 @@ class Lane:
     def _advance(self, job: Job | None) -> None:
         """One round: write a job if there is one, collect completions, then controls and drops when due."""
         if job is not None:
-            self._write(job)
+            self._guard((job.transfer_id, job.epoch), lambda: self._write(job))
         if self._in_flight:
             self._collect(0.0 if self._jobs and sum(self._in_flight.values()) < MAX_IN_FLIGHT else POLL_S)
         self._send_controls()
         self._finish_drops()
 
+    def _guard(self, key: tuple[str, int], action: Callable[[], None]) -> None:
+        """Run one action for a transfer; a dead channel or an impossible unit fails what depends on it."""
+        try:
+            action()
+        except (ChannelError, ValueError) as error:
+            self._fail(key, str(error))
+
     def _write(self, job: Job) -> None:
-        channel = self._require_channel()
+        key = (job.transfer_id, job.epoch)
+        channel = self._channel(key)
         if job.ready is not None:
             job.ready()
         area = job.area
@@ -185,7 +192,6 @@ class Lane:
             num_bytes=total_bytes(source),
             digest=self._region.digest(source) if self._digest and self._region.host else 0,
         )
-        key = (job.transfer_id, job.epoch)
         self._in_flight[key] = self._in_flight.get(key, 0) + 1
         channel.write(
             OutgoingUnit(
@@ -197,8 +203,12 @@ class Lane:
         )
 
     def _collect(self, timeout_s: float) -> None:
-        assert self._channel is not None
-        for result in self._channel.poll(timeout_s):
+        busy = {id(self._channels[key]): key for key in self._in_flight}
+        for key in busy.values():
+            self._guard(key, lambda channel=self._channels[key]: self._poll(channel, timeout_s))  # type: ignore[misc]
+
+    def _poll(self, channel: Channel, timeout_s: float) -> None:
+        for result in channel.poll(timeout_s):
             header = result.header
             key = (header.transfer_id, header.epoch)
             self._in_flight[key] -= 1
@@ -217,7 +227,9 @@ class Lane:
             due = [c for c in self._controls if (c.transfer_id, c.epoch) not in busy]
             self._controls = [c for c in self._controls if (c.transfer_id, c.epoch) in busy]
         for control in due:
-            self._require_channel().tell(control)
+            key = (control.transfer_id, control.epoch)
+            self._guard(key, lambda key=key, control=control: self._channel(key).tell(control))  # type: ignore[misc]
+            self._channels.pop(key, None)
 
     def _finish_drops(self) -> None:
         with self._changed:
@@ -226,23 +238,26 @@ class Lane:
         for transfer_id, epoch in done:
             self._report(LaneIdle(transfer_id, epoch))
 
-    def _require_channel(self) -> Channel:
-        if self._channel is None:
-            self._channel = self._open_channel()
-        if self._channel is None:
-            raise ChannelError(f"no channel to {self.engine_id} is open; see the log of the channel pool")
-        return self._channel
+    def _channel(self, key: tuple[str, int]) -> Channel:
+        """The transfer's channel: the best one there is when it begins, the same until it ends."""
+        channel = self._channels.get(key) or self._open_channel()
+        if channel is None:
+            raise ChannelError(f"no channel to {self.engine_id} is open; the log of this process says why")
+        self._channels[key] = channel
+        return channel
 
-    def _fail(self, reason: str) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-            self._on_failure(channel, reason)
+    def _fail(self, key: tuple[str, int], reason: str) -> None:
+        """Close the transfer's channel, and give up every transfer that uses it."""
+        dead = self._channels.get(key)
+        if dead is not None:
+            dead.close()
+            self._on_failure(dead, reason)
+        lost = {key} | {k for k, channel in self._channels.items() if channel is dead and dead is not None}
+        for transfer in lost:
+            self._channels.pop(transfer, None)
+            self._in_flight.pop(transfer, None)
         with self._changed:
-            self._jobs.clear()
-            self._controls.clear()
-            self._in_flight.clear()
-            dropping, self._dropping = self._dropping, []
-        self._report(LaneFailed(self.engine_id, reason))
-        for transfer_id, epoch in dropping:
-            self._report(LaneIdle(transfer_id, epoch))
+            for job in [k for k in self._jobs if k[:2] in lost]:
+                del self._jobs[job]
+            self._controls = [c for c in self._controls if (c.transfer_id, c.epoch) not in lost]
+        self._report(LaneFailed(frozenset(lost), reason))

@@ -164,7 +164,7 @@ class Node:
             )
         return endpoints
 
-    # ---- router -------------------------------------------------------------------------------------------------------
+    # ---- router ----
 
     def _addresses(self) -> list[ChannelAddress]:
         return [ChannelAddress(kind=e.kind, blob=e.address()) for e in self._endpoints]
@@ -224,7 +224,7 @@ class Node:
             nodes = self._peers
         return [PeerId(engine_id=n.engine_id, incarnation=n.incarnation, rank=n.rank) for n in nodes]
 
-    # ---- sender and receiver ------------------------------------------------------------------------------------------
+    # ---- sender and receiver ----
 
     def _open_lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
         def channel() -> Channel | None:

@@ -269,8 +269,9 @@ class Sender:
             self._settle(transfer, False, transfer.ending)
 
     def _lane_failed(self, failed: LaneFailed) -> None:
-        for transfer in list(self._transfers.values()):
-            if transfer.grant is not None and transfer.grant.decode_id == failed.engine_id:
+        for transfer_id, epoch in failed.transfers:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and transfer.grant is not None and transfer.grant.epoch == epoch:
                 self._settle(transfer, False, failed.reason)
 
     def _settle(self, transfer: _Outgoing, delivered: bool, reason: str) -> None:
