@@ -115,6 +115,7 @@ def _fake_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:
         "--model", served_name(config),
         "--host", network.bind_address(config),
         "--port", str(engine.port),
+        "--url", engine_url(config, engine),
         "--router", network.router_endpoint(config),
         *(("--keys", config.security.keys_dir) if config.security.keys_dir else ()),
         *inputs.vllm_args,
