@@ -5,6 +5,8 @@ not connected, each question answered at most once and every one by its deadline
 in the end nothing is left.
 """
 
+import itertools
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -32,6 +34,8 @@ from pdxfer.wire.messages import (
 ROLES: dict[str, Role] = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "b0": "both"}
 ENGINES = st.sampled_from(sorted(ROLES))
 PROXIES = st.sampled_from([b"proxy/x#1", b"proxy/y#1"])
+SELDOM = st.sampled_from([False, False, False, True])
+TOKENS = st.integers(200, 2500)
 LEASE_S = 8.0
 WAIT_S = 5.0
 
@@ -49,11 +53,20 @@ class RouterMachine(RuleBasedStateMachine):
         self.seen = 0
 
     @initialize()
-    def some_are_there(self) -> None:
-        for engine_id in ("p0", "d0", "d1"):
-            self.world.join(engine_id, ROLES[engine_id], free_blocks=100)
-        for decode in ("d0", "d1"):
-            self.world.connect("p0", decode)
+    def begin(self) -> None:
+        self.all_is_well()
+
+    @rule()
+    def all_is_well(self) -> None:
+        """Everybody (re)joins, opens channels and reports: else random trouble leaves nobody to pair."""
+        engines = self.world.state.cluster.engines
+        for engine_id, role in ROLES.items():
+            incarnation = engines[engine_id].incarnation if engine_id in engines else 1
+            self.world.join(engine_id, role, free_blocks=100, incarnation=incarnation)
+            self.world.beat(engine_id, free_blocks=100, incarnation=incarnation)
+            self.drain(engine_id, False)
+        for prefill, decode in itertools.permutations(ROLES, 2):
+            self.world.connect(prefill, decode, engines[decode].incarnation)
 
     # ---- members ---------------------------------------------------------------------------------------------
 
@@ -92,16 +105,17 @@ class RouterMachine(RuleBasedStateMachine):
     def leaves(self, engine_id: str) -> None:
         self.world.say(sched(engine_id), Goodbye(reason="test"))
 
-    @rule(seconds=st.sampled_from([0.05, 0.3, 0.6, 2.0, 7.0]))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.05, 0.3, 0.6, 2.0, 7.0]), silent=st.sets(ENGINES, max_size=2))
+    def time_passes(self, seconds: float, silent: set[str]) -> None:
         self.world.now += seconds
         for proxy in set(self.world.state.cluster.proxies):
             self.world.say(proxy, Heartbeat(incarnation=1, wall=self.world.now))
+        self.heartbeats(100, silent)
         self.world.tick()
 
     # ---- requests --------------------------------------------------------------------------------------------
 
-    @rule(proxy=PROXIES, num_tokens=st.integers(200, 2500), tenant=st.sampled_from(["a", "b"]), local_only=st.booleans())
+    @rule(proxy=PROXIES, num_tokens=TOKENS, tenant=st.sampled_from(["a", "b"]), local_only=SELDOM)
     def asks(self, proxy: bytes, num_tokens: int, tenant: str, local_only: bool) -> None:
         self.num_asked += 1
         self.unanswered[f"r{self.num_asked}"] = proxy
@@ -110,7 +124,10 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), sender=ENGINES, kind=st.integers(0, 6), epoch=st.integers(0, 2))
     def an_engine_speaks(self, data: st.DataObject, sender: str, kind: int, epoch: int) -> None:
-        transfer_id = f"t-{data.draw(st.integers(1, 1 + len(self.paired)))}"
+        transfer_id = self._some_transfer(data)
+        lease = self.world.state.leases.get(transfer_id)
+        if lease is not None and data.draw(st.booleans()):
+            sender = data.draw(st.sampled_from([lease.prefill.engine_id, lease.decode.engine_id]))
         engine = self.world.state.cluster.engines.get(sender)
         message = [
             Started(transfer_id=transfer_id, num_tokens=1),
@@ -123,9 +140,19 @@ class RouterMachine(RuleBasedStateMachine):
         ][kind]
         self.world.say(sched(sender), message)  # type: ignore[arg-type]
 
+    @rule(data=st.data(), num_steps=st.integers(1, 4))
+    def a_transfer_goes_on(self, data: st.DataObject, num_steps: int) -> None:
+        lease = self.world.state.leases.get(self._some_transfer(data))
+        if lease is None:
+            return
+        key, decode = lease.transfer_id, lease.decode
+        self.world.say(sched(lease.prefill.engine_id), Started(transfer_id=key, num_tokens=1))
+        to_decode = [grant(key, decode.engine_id, 1, decode.incarnation), ended(key), ended(key)]
+        self.world.say(sched(decode.engine_id), *to_decode[: num_steps - 1])
+
     @rule(data=st.data(), proxy=PROXIES, kind=st.integers(0, 2))
     def a_proxy_speaks(self, data: st.DataObject, proxy: bytes, kind: int) -> None:
-        transfer_id = f"t-{data.draw(st.integers(1, 1 + len(self.paired)))}"
+        transfer_id = self._some_transfer(data)
         if kind == 0:
             lease = self.world.state.leases.get(transfer_id)
             self.world.say(proxy, Release(transfer_id=transfer_id, reason=""))
@@ -134,6 +161,13 @@ class RouterMachine(RuleBasedStateMachine):
         else:
             leg = "prefill" if kind == 1 else "decode"
             self.world.say(proxy, LegFailed(transfer_id=transfer_id, leg=leg, reason=""))
+
+    def _some_transfer(self, data: st.DataObject) -> str:
+        """A live one as often as one that ended or never was."""
+        live = [t for t in self.paired if self.world.state.leases.get(t) is not None]
+        if live and data.draw(st.booleans()):
+            return data.draw(st.sampled_from(live))
+        return f"t-{data.draw(st.integers(1, 1 + len(self.paired)))}"
 
     @rule(proxy=PROXIES)
     def a_proxy_leaves(self, proxy: bytes) -> None:
@@ -188,7 +222,7 @@ class RouterMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Everything ends by its deadline, whoever is silent."""
         for _ in range(int(LEASE_S + WAIT_S) + 2):
-            self.time_passes(1.0)
+            self.time_passes(1.0, set())
         self.answers_are_right()
         self.each_pairing_ends_once()
         assert len(self.world.state.leases) == 0 and len(self.world.state.placement.queue) == 0
