@@ -27,8 +27,8 @@ class Timeline:
     """pair, or local: a decode engine alone."""
     arrival: float
     """Wall seconds when the proxy had read the request."""
-    first_byte: float = 0.0
-    """Wall seconds of the first body byte from decode; 0 when it has not come."""
+    first_byte: float | None = None
+    """Wall seconds of the first body byte from decode; None when it has not come."""
     reason: str = ""
     """Why it is local."""
     stamps: Mapping[str, float] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Timeline:
 
     def stages_ms(self) -> dict[str, float]:
         """Milliseconds by stage; a stage is given only if both of its ends are known, ttft once the first byte is."""
-        if not self.first_byte:
+        if self.first_byte is None:
             return {}
         end = max(self.first_byte, self.arrival)
         stages: dict[str, float] = {}

@@ -27,8 +27,8 @@ class Entry:
     """Engine ids of the legs."""
     decode: str = ""
     transfer_id: str = ""
-    first_byte: float = 0.0
-    end: float = 0.0
+    first_byte: float | None = None
+    end: float | None = None
     outcome: str = ""
     stamps: dict[str, float] = field(default_factory=dict)
     transfer: Ended | None = None
@@ -54,8 +54,8 @@ class Entry:
                 "decode": self.decode,
                 "transfer_id": self.transfer_id,
                 "arrival": self.arrival,
-                "first_byte": self.first_byte or None,
-                "end": self.end or None,
+                "first_byte": self.first_byte,
+                "end": self.end,
                 "stamps": self.stamps,
                 "stages_ms": self.timeline().stages_ms(),
                 "transfer": moved
