@@ -141,9 +141,17 @@ def _launch(
 
 
 def _prepare_demo() -> Path:
-    from pdxfer.launcher.demo_model import prepare_demo_model
+    """The demo model's directory; says each stage once."""
+    from pdxfer.launcher.demo_model import Stage, prepare_demo_model
 
-    return prepare_demo_model()
+    told: set[Stage] = set()
+
+    def report(stage: Stage, done: int, total: int) -> None:
+        if stage not in told:
+            told.add(stage)
+            say(f"demo model: {stage.value}")
+
+    return prepare_demo_model(report=report)
 
 
 def _print_plan(specs: "Sequence[ProcessSpec]", as_json: bool) -> None:

@@ -1,0 +1,78 @@
+"""Ports, memory, disk, clock: what the machine has left for this configuration."""
+
+import ctypes
+import shutil
+import tempfile
+
+import psutil
+
+from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
+from pdxfer.config.network import bind_address, is_loopback
+from pdxfer.config.schema import Config
+from pdxfer.launcher.errors import LaunchError
+from pdxfer.launcher.ready import check_ports
+from pdxfer.launcher.spec import ProcessSpec
+
+_GIB = 1 << 30
+_ENGINE_GIB = 2.0
+"""Of one vLLM process group beside weights and KV, on CPU."""
+_MIN_DISK_GIB = 2.0
+_MIN_SHM_MIB = 256
+_TIME_ERROR = 5
+"""adjtimex: the clock is not synchronised."""
+
+
+def check_machine(config: Config, specs: list[ProcessSpec], num_engines: int, weights_bytes: int) -> list[Finding]:
+    """Everything that can run out, and the clock."""
+    return [*_ports(specs), _memory(config, num_engines, weights_bytes), *_disk(), _clock(config)]
+
+
+def _ports(specs: list[ProcessSpec]) -> list[Finding]:
+    taken = []
+    for spec in specs:
+        try:
+            check_ports([spec])
+        except LaunchError as error:
+            taken.append(blocks("ports", str(error), "stop what holds it, or choose another port"))
+    numbers = ", ".join(str(use.port) for spec in specs for use in spec.ports)
+    return taken or [ok("ports", f"{numbers} are free")]
+
+
+def _memory(config: Config, num_engines: int, weights_bytes: int) -> Finding:
+    free = psutil.virtual_memory().available / _GIB
+    if config.engine.kind == "fake":
+        return ok("memory", f"{free:.1f} GiB free")
+    each = weights_bytes / _GIB + config.engine.kv_cache_gib + _ENGINE_GIB
+    need = each * num_engines
+    text = f"{free:.1f} GiB free; {num_engines} engines need about {need:.1f} (weights, KV and {_ENGINE_GIB:g} each)"
+    if free < need:
+        return warning("memory", text, "lower engine.kv_cache_gib, take a smaller model, or stop something")
+    return ok("memory", text)
+
+
+def _disk() -> list[Finding]:
+    temporary = tempfile.gettempdir()
+    free = shutil.disk_usage(temporary).free / _GIB
+    text = f"{free:.1f} GiB free in {temporary}"
+    if free < _MIN_DISK_GIB:
+        findings = [warning("disk", text, f"vLLM and torch write there: have {_MIN_DISK_GIB:g} GiB, or set TMPDIR")]
+    else:
+        findings = [ok("disk", text)]
+    try:
+        shared = shutil.disk_usage("/dev/shm").free / (1 << 20)
+    except OSError:
+        return [*findings, warning("shared memory", "no /dev/shm", "vLLM's processes talk through it: mount one")]
+    text = f"{shared:.0f} MiB free in /dev/shm"
+    if shared < _MIN_SHM_MIB:
+        return [*findings, warning("shared memory", text, "containers: run with --shm-size=1g or --ipc=host")]
+    return [*findings, ok("shared memory", text)]
+
+
+def _clock(config: Config) -> Finding:
+    """Timelines between hosts are corrected by the router; a clock that runs free still drifts."""
+    room = ctypes.create_string_buffer(512)
+    state = ctypes.CDLL(None).adjtimex(room)
+    text = {_TIME_ERROR: "not synchronised", -1: "the kernel does not tell"}.get(state, "synchronised")
+    if state == _TIME_ERROR and not is_loopback(bind_address(config)):
+        return warning("clock", text, "run an NTP client on every host: timelines span hosts")
+    return ok("clock", text)

@@ -1,0 +1,142 @@
+"""Doctor: each problem is found and comes with what to do; what is fine is said."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from pdxfer.cli import main
+from pdxfer.cli.checks import access, channels, machine, model, software
+from pdxfer.cli.checks.finding import Finding
+from pdxfer.config.load import load
+from pdxfer.config.schema import Config
+from pdxfer.launcher.engine import Inputs
+from pdxfer.launcher.machine import Machine
+from pdxfer.launcher.plan import plan_all
+
+
+def config(*sets: str) -> Config:
+    return load(["cpu-1p1d"], sets, {}).config
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def write_model(folder: Path, data_bytes: int = 8) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "config.json").write_text('{"architectures": ["TinyModel"]}')
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(data_bytes))
+
+
+def check_model(folder: Path) -> Finding:
+    return model.check_model(config(f"model.path={folder}"), Path("/nowhere"))[0][0]
+
+
+def test_every_problem_says_what_to_do_and_blocks_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole command, as JSON, for a configuration that cannot run."""
+    sets = ["--set", "engine.kind=fake", "--set", "transport.channels=tcp", "--set", "network.bind=0.0.0.0"]
+    assert main.run(["doctor", "--json", *sets]) == 1
+    report = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert report["ok"] is False
+    assert found["keys"]["status"] == found["token"]["status"] == "blocks"
+    assert found["channel tcp"]["status"] == "ok"
+    assert all(finding["fix"] for finding in report["findings"] if finding["status"] != "ok")
+
+
+def test_a_whole_model_is_read_and_a_cut_one_blocks(tmp_path: Path) -> None:
+    """The header of each weights file says how long it must be."""
+    write_model(tmp_path)
+    assert (check_model(tmp_path).status, "TinyModel" in check_model(tmp_path).text) == ("ok", True)
+    write_model(tmp_path, data_bytes=3)
+    assert check_model(tmp_path).status == "blocks" and "its header says" in check_model(tmp_path).text
+
+
+def test_a_model_with_a_missing_shard_blocks(tmp_path: Path) -> None:
+    """Named by its index."""
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
+    assert "a.safetensors of its index is missing" in check_model(tmp_path).text
+
+
+def test_a_missing_model_blocks_and_an_unprepared_demo_does_not(tmp_path: Path) -> None:
+    """launch prepares the demo model by itself."""
+    assert check_model(Path("/nowhere/m")).status == "blocks"
+    found = model.check_model(config(), tmp_path)[0][0]
+    assert (found.status, "not prepared yet" in found.text) == ("ok", True)
+
+
+@pytest.mark.parametrize(
+    ("requirements", "wanted"),
+    [(["numpy", "torch==2.13.0", "x"], "2.13.0"), (["torch (==2.9.1)"], "2.9.1"), (["torch>=2"], ""), ([], "")],
+)
+def test_torchvision_names_the_torch_it_was_made_for(requirements: list[str], wanted: str) -> None:
+    """Another torch breaks `import vllm`."""
+    assert software.wanted_torch(requirements) == wanted
+
+
+def test_the_choice_is_the_first_kind_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it says which were skipped."""
+    monkeypatch.setattr(channels, "_try", lambda kind: {"nixl": "import: no"}.get(kind, ""))
+    found = by_name(channels.check_channels(config("transport.channels=nixl,local,tcp"), {}))
+    assert found["channel nixl"].status == "warning" and "pdxfer[nixl]" in found["channel nixl"].fix
+    assert found["channel choice"].text == "on one host local, between hosts tcp (nixl is not available)"
+
+
+def test_no_working_kind_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There would be no way for KV."""
+    monkeypatch.setattr(channels, "_try", lambda kind: "broken")
+    assert by_name(channels.check_channels(config(), {}))["channel choice"].status == "blocks"
+
+
+def test_an_unknown_kind_is_a_warning() -> None:
+    """With the known ones in its text."""
+    found = by_name(channels.check_channels(config("transport.channels=tcp,smoke"), {}))
+    assert "known are" in found["channel smoke"].text
+
+
+def test_ucx_tls_is_pointed_out() -> None:
+    """It overrides what makes push safe."""
+    found = by_name(channels.check_channels(config("transport.channels=tcp"), {"UCX_TLS": "all"}))["ucx"]
+    assert found.status == "warning" and "UCX_TLS=all" in found.text
+
+
+def test_cma_is_tried_for_real() -> None:
+    """Either it works here, or the reason is the kernel's."""
+    reason = channels.try_cma()
+    assert reason == "" or "cannot read memory" in reason
+
+
+def test_a_taken_port_and_too_little_memory_are_found() -> None:
+    """Ports of the plan; memory of weights, KV and engines."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = config(f"router.port={taken.getsockname()[1]}", "engine.kv_cache_gib=100000")
+        specs = plan_all(Inputs(config=settings, config_file="", machine=Machine(cpus=(0, 1))))
+        found = by_name(machine.check_machine(settings, specs, 2, 1 << 30))
+    assert found["ports"].status == "blocks" and "router.port" in found["ports"].text
+    assert found["memory"].status == "warning"
+
+
+def test_keys_and_token_are_needed_beyond_loopback_only(tmp_path: Path) -> None:
+    """Files must be readable by their owner alone."""
+    assert {f.status for f in access.check_access(config())} == {"ok"}
+    wide = by_name(access.check_access(config("network.bind=0.0.0.0")))
+    assert (wide["keys"].status, wide["token"].status) == ("blocks", "blocks")
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    os.chmod(token, 0o644)
+    found = by_name(access.check_access(config(f"security.token_file={token}")))
+    assert "open to others" in found["token"].text
+    os.chmod(token, 0o600)
+    assert by_name(access.check_access(config(f"security.token_file={token}")))["token"].status == "ok"
+
+
+def test_a_router_elsewhere_is_tried(tmp_path: Path) -> None:
+    """A TCP connection, nothing more."""
+    with socket.create_server(("127.0.0.1", 0)) as router:
+        endpoint = f"router.endpoint=tcp://127.0.0.1:{router.getsockname()[1]}"
+        assert by_name(access.check_access(config(endpoint)))["router"].status == "ok"
+    assert by_name(access.check_access(config(endpoint)))["router"].status == "warning"
