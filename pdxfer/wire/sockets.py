@@ -26,6 +26,7 @@ _MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
 """ZMQ closes a connection that sends more; what is between the two is refused and counted by the decoder."""
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 1000
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 _ZAP_DOMAIN = b"pdxfer"
 _HANDSHAKE_REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -122,7 +123,8 @@ class RouterSocket:
     def send(self, route: bytes, payload: bytes) -> Sent:
         """Queue one message; never blocks."""
         try:
-            self._socket.send_multipart((route, payload), zmq.NOBLOCK)
+            self._socket.send(route, _MORE)
+            self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             return Sent.FULL
         except zmq.ZMQError as error:
@@ -174,8 +176,12 @@ class RouterSocket:
 class DealerSocket:
     """A member's end: connects, and reconnects by itself. Messages go only to an established connection."""
 
-    def __init__(self, endpoint: str, route: bytes, security: ClientSecurity | None) -> None:
-        self._context = zmq.Context(1)
+    def __init__(
+        self, endpoint: str, route: bytes, security: ClientSecurity | None, *, beside: "DealerSocket | None" = None
+    ) -> None:
+        """`beside` shares that socket's IO thread, and must be closed after this one."""
+        self._owns_context = beside is None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1) if beside is None else beside._context
         self._socket = self._context.socket(zmq.DEALER)
         _limit(self._socket, endpoint)
         self._socket.set(zmq.ROUTING_ID, route)
@@ -234,7 +240,8 @@ class DealerSocket:
         """Close; messages not sent within `linger_s` are dropped. Idempotent."""
         if not self._socket.closed:
             self._socket.close(int(linger_s * 1000))
-            self._context.term()
+            if self._owns_context:
+                self._context.term()
 
 
 def _ms(timeout_s: float) -> int:
