@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pdxfer.config.load import load_config
-from pdxfer.config.network import advertised
+from pdxfer.config.network import advertised, bind_address
 from pdxfer.config.schema import Config
 from pdxfer.connector.compat import VllmConfig
 from pdxfer.core.errors import ConfigError
@@ -94,7 +94,7 @@ def _options(config: Config, router: str) -> EndpointOptions:
         config = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, endpoint=router))
     transport = config.transport
     return EndpointOptions(
-        bind=config.network.bind,
+        bind=bind_address(config),
         advertise=advertised(config),
         ports=config.network.ports,
         connect_timeout_s=transport.connect_timeout_s,
