@@ -10,7 +10,8 @@ from pdxfer.bench.router import main
 
 def test_a_small_run_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys as documented; the file equals what was printed; every question was answered with a pair."""
-    assert main(["--engines", "4", "--seconds", "0.3", "--rate", "100", "--json", "--out", str(tmp_path), "--keys"]) == 0
+    args = ["--engines", "4", "--seconds", "0.3", "--rate", "100", "--json", "--out", str(tmp_path), "--keys"]
+    assert main(args) == 0
     printed = json.loads(capsys.readouterr().out)
     assert list(printed) == ["command", "machine", "versions", "results", "summary"]
     assert set(printed["summary"]) == {"pairings_per_s", "transfers_per_s", "p99_ms_4_engines"}
