@@ -29,6 +29,7 @@ class Reply:
     status: int
     body: dict[str, Any]
     timeline: str
+    request_id: str = ""
 
     @property
     def text(self) -> str:
@@ -58,23 +59,25 @@ class Reply:
 
 async def post(url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Reply:
     """One request, not streamed."""
-    async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.post(url + path, json=body, headers=headers) as r:
-        text = await r.text()
-        payload = json.loads(text) if text.startswith("{") else {"raw": text}
-        return Reply(r.status, payload, r.headers.get("x-pdxfer-timeline", ""))
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        async with session.post(url + path, json=body, headers=headers) as response:
+            text, got = await response.text(), response.headers
+    payload = json.loads(text) if text.startswith("{") else {"raw": text}
+    return Reply(response.status, payload, got.get("x-pdxfer-timeline", ""), got.get("x-request-id", ""))
 
 
 async def complete(url: str, prompt: list[int] | str, max_tokens: int = 16, **more: Any) -> Reply:
     """A greedy completion with the two best log-probabilities of each token."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
-    return await post(url, "/v1/completions", {**body, **more})
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return await post(url, "/v1/completions", {**body, "logprobs": 2, **more})
 
 
 async def metric(url: str, name: str) -> float:
     """Sum of all samples of one Prometheus metric."""
-    async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.get(url + "/metrics") as r:
-        text = await r.text()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{re.escape(name)}(\{{|\s)", line))
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.get(url + "/metrics") as response:
+        text = await response.text()
+    lines = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}(\{{|\s)", line)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 async def until(condition: Any, timeout_s: float = 10.0) -> bool:
