@@ -53,6 +53,7 @@ def test_an_engine_gets_the_connector_its_core_and_its_port() -> None:
         "config": "/run/c.yaml",
         "router": "tcp://127.0.0.1:5570",
         "url": "http://127.0.0.1:9100",
+        "layerwise": True,
     }
     assert specs["p0"].env["VLLM_CPU_OMP_THREADS_BIND"] == "0"
     assert specs["d0"].env["VLLM_CPU_OMP_THREADS_BIND"] == "1"

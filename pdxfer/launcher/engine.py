@@ -74,6 +74,7 @@ def _vllm_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:
         url=engine_url(config, engine),
         router=router,
         config=inputs.config_file,
+        extra={"layerwise": config.transport.layerwise},
     )
     return (
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
