@@ -17,7 +17,7 @@ from pdxfer.bench.ttft_arms import Arm, Ports, Site, make_arm
 from pdxfer.bench.ttft_link import LinkPlan
 from pdxfer.bench.ttft_load import Client
 from pdxfer.bench.ttft_options import Options, parse
-from pdxfer.bench.ttft_report import report
+from pdxfer.bench.ttft_report import TtftReport, publish
 from pdxfer.bench.ttft_routes import route
 from pdxfer.bench.ttft_run import say, with_arm
 from pdxfer.bench.ttft_summary import Equality, Measured
@@ -43,6 +43,7 @@ async def _main(options: Options, argv: Sequence[str]) -> int:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    report = TtftReport(argv)
     prompts = Prompts(_Tokenizer(options.model))
     place: AbstractContextManager[LinkPlan | None] = ttft_link.link(options.link) if options.link else nullcontext()
     arms: dict[str, Measured] = {}
@@ -52,7 +53,8 @@ async def _main(options: Options, argv: Sequence[str]) -> int:
             arms[name] = await _measure(name, options, prompts, plan)
         if "pdxfer" in options.arms and not options.is_quick:
             equality = await _compare(options, prompts, plan)
-    report(options, argv, arms, equality)
+    report.fill(options, arms, equality)
+    publish(report, options, arms)
     return 0
 
 
@@ -61,21 +63,21 @@ async def _measure(name: str, options: Options, prompts: Prompts, plan: LinkPlan
     say(f"{name}: starting")
     site, ports = _site(plan), Ports.free()
     arm = make_arm(name, model=options.model, site=site, ports=ports, sets=options.sets)
-    is_pair = name != "one"
+    bytes_per_token = _kv_bytes_per_token(options.model)
     measured = Measured()
 
     async def work() -> Measured:
         async with Client() as client:
             way = route(arm, client, site, ports)
             await ttft_measure.warm_up(way, prompts, options)
-            before = ttft_link.sent_bytes(plan) if plan else 0
             for length, texts in ttft_measure.prompts_of(prompts, options).items():
+                before = ttft_link.sent_bytes(plan) if plan else 0
                 measured.answers[length] = await ttft_measure.ttft(way, texts)
+                if plan and name != "one":
+                    kv_bytes = bytes_per_token * sum(map(len, texts))
+                    crossed = ttft_link.require_crossed(name, before, ttft_link.sent_bytes(plan), kv_bytes)
+                    measured.link_bytes[length] = crossed
                 say(f"  {name}: {length} tokens, median TTFT {measured.median_ttft_s(length):.3f} s")
-            if plan and is_pair:
-                measured.kv_bytes = _kv_bytes(options)
-                after = ttft_link.sent_bytes(plan)
-                measured.link_bytes = ttft_link.require_crossed(name, before, after, measured.kv_bytes)
             if name == "pdxfer":
                 _time_socket(measured, plan)
             if options.rate:
@@ -107,10 +109,8 @@ def _site(plan: LinkPlan | None) -> Site:
     return plan.site if plan else Site()
 
 
-def _kv_bytes(options: Options) -> int:
-    """KV of all measured prompts, in bfloat16."""
-    shape = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
-    return ttft_link.kv_bytes_per_token(shape) * sum(options.lens) * options.reps
+def _kv_bytes_per_token(model: Path) -> int:
+    return ttft_link.kv_bytes_per_token(json.loads((model / "config.json").read_text(encoding="utf-8")))
 
 
 def _time_socket(measured: Measured, plan: LinkPlan | None) -> None:

@@ -58,8 +58,10 @@ class Site:
 
     prefill_host: str = "127.0.0.1"
     decode_host: str = "127.0.0.1"
+    prefill_prefix: tuple[str, ...] = ()
+    """Put before a command to run it on the prefill side."""
     decode_prefix: tuple[str, ...] = ()
-    """Put before a command to run it on the decode side."""
+    """The same for the decode side."""
     is_link: bool = False
     """The sides are joined by a network link: nothing may go around it."""
 
@@ -92,7 +94,9 @@ def make_arm(
 
 def _one(model: Path, site: Site, ports: Ports, dtype: str) -> Arm:
     url = _url(site.prefill_host, ports.prefill)
-    spec = _vllm("one", model, site.prefill_host, ports.prefill, dtype, PREFILL_CORE, site.env)
+    spec = _vllm(
+        "one", model, site.prefill_host, ports.prefill, dtype, PREFILL_CORE, site.env, prefix=site.prefill_prefix
+    )
     return Arm(name="one", processes=(spec,), urls={"prefill": url})
 
 
@@ -116,7 +120,7 @@ def _nixl(name: str, model: Path, site: Site, ports: Ports, dtype: str) -> Arm:
         env = site.env | unpinned
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
         flags = ("--kv-transfer-config", json.dumps({**common, "kv_role": kv_role, "engine_id": engine_id}))
-        prefix = site.decode_prefix if side == "decode" else ()
+        prefix = site.decode_prefix if side == "decode" else site.prefill_prefix
         processes.append(_vllm(side, model, host, port, dtype, core, env, flags, prefix))
     urls = {side: _url(host, port) for side, (host, port, *_) in sides.items()}
     return Arm(name=name, processes=tuple(processes), urls=urls)
@@ -176,12 +180,12 @@ def _pdxfer(model: Path, site: Site, ports: Ports, dtype: str, more: Sequence[st
         whole = _launch("all", sets, f"{urls['proxy']}/ready")
         return Arm(name="pdxfer", processes=(whole,), urls=urls)
     near, far = (*sets, f"network.bind={site.prefill_host}"), (*sets, f"network.bind={site.decode_host}")
-    engines = ("prefill", "decode")
+    here, engines = site.prefill_prefix, ("prefill", "decode")
     processes = (
-        _launch("router", near, f"{_url(site.prefill_host, ports.controller)}/health", stop_order=2),
-        _launch("prefill", near, f"{urls['prefill']}/health", ("router",), stop_order=1),
+        _launch("router", near, f"{_url(site.prefill_host, ports.controller)}/health", (), here, stop_order=2),
+        _launch("prefill", near, f"{urls['prefill']}/health", ("router",), here, stop_order=1),
         _launch("decode", far, f"{urls['decode']}/health", ("router",), site.decode_prefix, stop_order=1),
-        _launch("proxy", near, f"{urls['proxy']}/ready", ("router", *engines)),
+        _launch("proxy", near, f"{urls['proxy']}/ready", ("router", *engines), here),
     )
     return Arm(name="pdxfer", processes=processes, urls=urls)
 

@@ -3,8 +3,9 @@
     ┌ pdxN-p: client, router, proxy, prefill ┐ veth, rate both ways ┌ pdxN-d: decode ┐
     └────────────── 10.73.0.1 ───────────────┘──────────────────────└── 10.73.0.2 ───┘
 
-Needs root and iproute2. The calling thread works inside the prefill side while the link is up; what it starts then runs
-there too. The kernel's byte counter says what really crossed.
+Needs root and iproute2. The calling thread works inside the prefill side while the link is up; engines are started with
+`ip netns exec`, which also shows them the right /sys/class/net (UCX looks for its devices there). The kernel's byte
+counter says what really crossed.
 """
 
 import ctypes
@@ -59,6 +60,7 @@ class LinkPlan:
         return Site(
             prefill_host=self.prefill_host,
             decode_host=self.decode_host,
+            prefill_prefix=("ip", "netns", "exec", self.prefill_side),
             decode_prefix=("ip", "netns", "exec", self.decode_side),
             is_link=True,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from pdxfer.bench.ttft_load import Answer
 from pdxfer.bench.ttft_measure import Gaps
+from pdxfer.bench.ttft_options import Options
 
 _PEERS = {
     "one": "vs_one_engine_{length}",
@@ -17,6 +18,7 @@ _PEERS = {
 }
 """Arm → key of pdxfer's median TTFT over that arm's."""
 _DIGITS = 4
+_MIB = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,9 +29,8 @@ class Measured:
     """Length → answers, one request at a time."""
     at_rate: list[Answer] = field(default_factory=list)
     gaps: Gaps | None = None
-    link_bytes: int = 0
-    """That crossed the link while `answers` were measured, and the KV of their prompts; 0 without a link."""
-    kv_bytes: int = 0
+    link_bytes: dict[int, int] = field(default_factory=dict)
+    """Length → bytes that crossed the link while its answers were measured; empty without a link."""
     socket_s: dict[int, float] = field(default_factory=dict)
     """Length → time to send its KV by a plain socket over the same way."""
 
@@ -80,66 +81,62 @@ def exposed_fraction(measured: Measured, length: int) -> float | None:
     return _ratio(statistics.median(exposed) / 1000, measured.socket_s.get(length)) if exposed else None
 
 
-def rows(arms: Mapping[str, Measured], rate: float) -> list[dict[str, Any]]:
-    """All results with all samples, a row for each arm and length, then open loop and gaps."""
+def rows(arms: Mapping[str, Measured], options: Options) -> list[dict[str, Any]]:
+    """All results, a row for each figure of each arm: plain values are columns of the table, lists and mappings (all
+    samples, medians of the stages) are for the JSON only. Times in ms."""
     found: list[dict[str, Any]] = []
     for name, measured in arms.items():
         found += [_length_row(name, measured, length) for length in measured.answers]
         if measured.at_rate:
-            found.append(_rate_row(name, measured, rate))
+            found.append(_rate_row(name, measured, options.rate))
         if measured.gaps:
-            found.append(_gaps_row(name, measured.gaps))
-        if measured.link_bytes:
-            found.append({"kind": "link", "arm": name, "bytes": measured.link_bytes, "kv_bytes": measured.kv_bytes})
+            found += _gaps_rows(name, measured.gaps, max(options.lens))
     return found
 
 
 def _length_row(name: str, measured: Measured, length: int) -> dict[str, Any]:
     answers = measured.answers[length]
-    row: dict[str, Any] = {
-        "kind": "ttft",
-        "arm": name,
-        "tokens": length,
-        "ttft_median_s": measured.median_ttft_s(length),
-        "ttft_s": [answer.ttft_s for answer in answers],
-    }
+    row = _row("ttft", name, length, [answer.ttft_s for answer in answers])
+    exposed = _stage_ms(answers, "exposed_transfer")
+    if exposed:
+        row["exposed_ms"] = statistics.median(exposed)
+        row["all_exposed_ms"] = exposed
+        row["stages_ms"] = {name: statistics.median(_stage_ms(answers, name)) for name in answers[0].stages_ms}
     if length in measured.socket_s:
-        row["socket_s"] = measured.socket_s[length]
-    stages = {stage: _stage_ms(answers, stage) for answer in answers[:1] for stage in answer.stages_ms}
-    if stages:
-        row["stages_median_ms"] = {stage: statistics.median(values) for stage, values in stages.items()}
-        row["exposed_transfer_ms"] = stages.get("exposed_transfer", [])
+        row["socket_ms"] = measured.socket_s[length] * 1000
     moved = [answer.moved for answer in answers if answer.moved]
     if moved:
-        row["num_bytes"] = [what.num_bytes for what in moved]
-        row["num_units"] = [what.num_units for what in moved]
-        row["channel"] = moved[0].channel
+        row |= {"kv_mib": max(what.num_bytes for what in moved) / _MIB, "channel": moved[0].channel}
+        row["units"] = [what.num_units for what in moved]
+    if length in measured.link_bytes:
+        row["link_mib"] = measured.link_bytes[length] / len(answers) / _MIB
     return row
 
 
 def _rate_row(name: str, measured: Measured, rate: float) -> dict[str, Any]:
     samples = [answer.ttft_s for answer in measured.at_rate]
-    return {
-        "kind": "rate",
-        "arm": name,
-        "rate": rate,
-        "count": len(samples),
-        **{f"ttft_p{percent}_s": percentile(samples, percent) for percent in (50, 90, 99)},
-        "num_alone": sum(bool(answer.alone_because) for answer in measured.at_rate),
-        "ttft_s": samples,
-    }
+    row = _row(f"ttft at {rate:g}/s", name, None, samples)
+    row |= {f"p{percent}_ms": percentile(samples, percent) * 1000 for percent in (90, 99)}
+    return row | {"alone": sum(bool(answer.alone_because) for answer in measured.at_rate)}
 
 
-def _gaps_row(name: str, gaps: Gaps) -> dict[str, Any]:
+def _gaps_rows(name: str, gaps: Gaps, length: int) -> list[dict[str, Any]]:
+    """Between two tokens of a running stream: alone, and while a prompt of `length` is read."""
+    return [
+        _row("token gap, idle", name, None, gaps.idle_s),
+        _row("token gap, under prefill", name, length, gaps.busy_s),
+    ]
+
+
+def _row(measure: str, arm: str, length: int | None, samples_s: Sequence[float]) -> dict[str, Any]:
     return {
-        "kind": "itl",
-        "arm": name,
-        "idle_median_s": statistics.median(gaps.idle_s),
-        "busy_median_s": statistics.median(gaps.busy_s),
-        "ratio": gaps.ratio,
-        "longest_stall_s": gaps.longest_stall_s,
-        "idle_s": list(gaps.idle_s),
-        "busy_s": list(gaps.busy_s),
+        "measure": measure,
+        "arm": arm,
+        "tokens": length,
+        "count": len(samples_s),
+        "median_ms": statistics.median(samples_s) * 1000,
+        "max_ms": max(samples_s) * 1000,
+        "all_ms": [sample * 1000 for sample in samples_s],
     }
 
 
