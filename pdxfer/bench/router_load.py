@@ -37,6 +37,7 @@ _NUM_TOKENS = 2000
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 1 << 20
 _JOIN_S = 30.0
+_BATCH = 64
 
 
 class SimulatedEngine:
@@ -125,7 +126,10 @@ class Load:
             for message in messages:
                 self._send(socket, message)
         self._proxy.wait(0.0 if self._later else wait_s, to_send=False)
-        while (payload := self._proxy.receive()) is not None:
+        for _ in range(_BATCH):  # bounded: answers send the next question, and heartbeats must go on
+            payload = self._proxy.receive()
+            if payload is None:
+                return
             message = self._decoder.decode(payload)
             if isinstance(message, Pairing):
                 self._paired(message)

@@ -13,12 +13,14 @@ def keys() -> None:
     """Keys that encrypt and authenticate the control plane."""
 
 
-@app.command(epilog="Example: pdxfer keys new ~/.pdxfer/keys")
+@app.command()
 def new(directory: Annotated[Path, typer.Argument(help="Where to write them; made if missing.")]) -> None:
-    """Write server.key, server.pub, client.key and client.pub, readable by you only.
+    """Write a fresh set: server and client pair.
+
+    Example: pdxfer keys new ~/.pdxfer/keys
 
     The router's host needs server.key and client.pub; hosts of engines and proxies need server.pub, client.key and
-    client.pub. Set security.keys_dir to the directory on each.
+    client.pub. Set security.keys_dir to the directory on each. Existing keys are never overwritten.
     """
     from pdxfer.wire.keys import new_keys
 

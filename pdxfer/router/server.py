@@ -176,14 +176,12 @@ class RouterServer:
 
     def _handle(self, event: Event) -> None:
         try:
-            actions = self._state.handle(event, self._clock.now())
+            for action in self._state.handle(event, self._clock.now()):
+                self._act(action)
         except Exception:
             # Our bug, found by a member's message: report it and keep serving the others.
             self._counts["internal"] += 1
             log.exception("router failed on %s: please report this", type(event).__name__)
-            return
-        for action in actions:
-            self._act(action)
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Send):

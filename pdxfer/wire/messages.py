@@ -40,7 +40,7 @@ class ChannelAddress(msgspec.Struct, frozen=True, kw_only=True):
     """How a node can be reached by one kind of channel; `blob` belongs to that channel's file."""
 
     kind: Id
-    blob: bytes
+    blob: Annotated[bytes, msgspec.Meta(max_length=1 << 18)]
 
 
 # ---- membership ------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     engine_id: Id
     incarnation: int
     rank: int
-    addresses: list[ChannelAddress]
+    addresses: Annotated[list[ChannelAddress], msgspec.Meta(max_length=16)]
     """In the node's order of preference."""
     generation: int
     """Of its agents: grows when a fence replaced them."""
