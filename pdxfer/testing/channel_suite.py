@@ -234,21 +234,24 @@ class ChannelSuite:
         assert self.decode.bytes_of([7, 8]) == self.prefill.bytes_of([0, 1])
 
     def test_many_units_in_flight_are_each_reported_once_and_all_land(self) -> None:
-        """64 units, up to 8 in flight, random blocks: nothing is lost, doubled or mixed up."""
+        """A unit for each block and layer, in random order, up to 8 in flight: nothing is lost, doubled or mixed up."""
         rng = np.random.default_rng(3)
+        source, target = rng.permutation(NUM_BLOCKS).tolist(), rng.permutation(NUM_BLOCKS).tolist()
+        self.decode.sink.grants["t-1", 0] = target
+        cells = [(block, layer) for block in range(NUM_BLOCKS) for layer in range(NUM_LAYERS)]
         done: list[UnitResult] = []
-        for index in range(64):
-            source = rng.permutation(NUM_BLOCKS)[:2].tolist()
-            target = rng.permutation(NUM_BLOCKS)[:2].tolist()
-            self.decode.sink.grants[f"t-{index}", 0] = target
-            self.channel.write(make_unit(self.prefill, source, target, transfer_id=f"t-{index}"))
+        for index, at in enumerate(rng.permutation(len(cells)).tolist()):
+            block, layer = cells[at]
+            place = {"first_block": block, "first_layer": layer, "num_layers": 1}
+            self.channel.write(make_unit(self.prefill, [source[block]], [target[block]], **place))
             while index + 1 - len(done) >= 8:
                 done.extend(self.results(1))
-        done.extend(self.results(64 - len(done)))
-        until(lambda: len(self.decode.sink.landed) == 64, "all units to land")
-        assert sorted(r.header.transfer_id for r in done) == sorted(f"t-{i}" for i in range(64))
-        assert not any(r.error for r in done)
-        assert not self.decode.sink.corrupt and self.decode.sink.claims == 0
+        done.extend(self.results(len(cells) - len(done)))
+        until(lambda: len(self.decode.sink.landed) == len(cells), "all units to land")
+        for headers in ([r.header for r in done], self.decode.sink.landed):
+            assert sorted((h.first_block, h.first_layer) for h in headers) == cells
+        assert not any(r.error for r in done) and not self.decode.sink.corrupt and self.decode.sink.claims == 0
+        assert self.decode.bytes_of(target) == self.prefill.bytes_of(source)
 
     def test_a_unit_that_is_not_wanted_is_dropped_and_the_next_one_lands(self) -> None:
         """A refused claim costs the unit, not the channel; where the receiver executes the write nothing is touched."""
@@ -260,6 +263,7 @@ class ChannelSuite:
             assert np.array_equal(before, self.decode.memory)
         self.decode.sink.grants["t-2", 1] = [5]
         self.channel.write(make_unit(self.prefill, [1], [5], transfer_id="t-2", epoch=1))
+        self.results(1)
         until(lambda: self.decode.sink.landed, "the next unit to land")
         assert self.decode.bytes_of([5]) == self.prefill.bytes_of([1])
 
@@ -270,6 +274,7 @@ class ChannelSuite:
         runs = block_runs(self.prefill.region.layout, [1], 0, NUM_LAYERS)
         self.prefill.region.views(runs)[0][0] ^= 0xFF
         self.channel.write(unit)
+        self.results(1)
         until(lambda: self.decode.sink.corrupt, "the digest mismatch to be noticed")
         assert not self.decode.sink.landed and self.decode.sink.claims == 0
 
@@ -394,6 +399,7 @@ class ChannelSuite:
         self.channel.close()
         self.channel = self.connect()
         self.channel.write(make_unit(self.prefill, [1], [5]))
+        self.results(1)
         until(lambda: self.decode.sink.landed, "a unit to land over the new channel")
         assert self.decode.bytes_of([5]) == self.prefill.bytes_of([1])
 
