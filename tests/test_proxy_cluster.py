@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pdxfer.metrics.catalog import STAGES
 from pdxfer.proxy.app import Proxy
 from pdxfer.proxy.router_link import GRACE_S, RouterLink
 from pdxfer.proxy.settings import ProxySettings
@@ -137,10 +138,16 @@ async def test_kv_moves_from_prefill_to_decode_and_the_timeline_is_whole() -> No
     async with cluster({"p0": "prefill", "d0": "decode"}) as c:
         text, header = await c.ask(STREAM, "q1")
         assert text == ANSWER
-        stages = dict(part.split("=") for part in header.split("; "))
-        assert stages.pop("mode") == "pair"
-        assert list(stages) == ["queue", "prefill", "exposed_transfer", "decode_wait", "first_decode", "ttft"]
-        status, timeline = await c.get("/v1/pdxfer/timeline/q1")
+        assert header.startswith("mode=pair; ") and "ttft=" in header
+        timeline: Any = {}
+
+        async def complete() -> bool:  # a stamp may come after the first byte of so fast an engine
+            nonlocal timeline
+            _, timeline = await c.get("/v1/pdxfer/timeline/q1")
+            return len(timeline["stages_ms"]) == len(STAGES) and timeline["transfer"]
+
+        await until(complete)
+        assert list(timeline["stages_ms"]) == list(STAGES)
         moved = timeline["transfer"]
         assert (moved["outcome"], moved["num_tokens"], moved["channel"]) == ("delivered", 2500, "tcp")
         assert moved["num_bytes"] == 157 * 4 * 16 * 256 and moved["num_units"] >= 10
@@ -163,8 +170,12 @@ async def test_a_prefill_engine_that_refuses_costs_only_time() -> None:
         c.engines["p0"].http.faults.status = 500
         text, _ = await c.ask(STREAM, "q1")
         assert text == ANSWER
-        _, timeline = await c.get("/v1/pdxfer/timeline/q1")
-        assert timeline["transfer"]["outcome"] == "unused"
+
+        async def unused() -> bool:
+            _, timeline = await c.get("/v1/pdxfer/timeline/q1")
+            return bool(timeline["transfer"] and timeline["transfer"]["outcome"] == "unused")
+
+        await until(unused)
 
 
 async def test_clients_that_leave_leave_nothing_behind() -> None:
@@ -214,7 +225,7 @@ async def test_a_router_that_comes_back_is_used_again() -> None:
             async def paired() -> bool:
                 return (await c.ask(STREAM))[1].startswith("mode=pair")
 
-            await until(paired, timeout_s=5.0)
+            await until(paired, timeout_s=2.5)
         finally:
             again.close()
 
@@ -229,3 +240,14 @@ async def test_an_engine_alone_is_not_ready(role: str) -> None:
             assert engine.member.is_idle
     finally:
         router.close()
+
+
+async def test_kv_of_another_prompt_is_never_answered_from() -> None:
+    """The fakes' check has teeth: wrong bytes, sent with a right digest, become an error and no text."""
+    async with cluster({"p0": "prefill", "d0": "decode"}) as c:
+        cache = c.engines["p0"].member.cache
+        honest = cache.write
+        cache.write = lambda blocks, tokens, first: honest(blocks, [t + 1 for t in tokens], first)  # type: ignore[method-assign]
+        async with c.http.post(c.url + "/v1/completions", json=STREAM | {"stream": False}) as response:
+            assert response.status == 500
+            assert "does not hold this prompt's KV" in (await response.json())["error"]["message"]

@@ -309,3 +309,18 @@ async def test_a_taken_port_says_so() -> None:
         with pytest.raises(ConfigError, match="Choose another proxy.port"):
             async with rig(settings={"port": r.proxy.port}):
                 pass
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x00\xff" * 50, b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\n" * 9]
+)
+async def test_what_is_no_http_is_refused_and_the_proxy_lives(data: bytes) -> None:
+    async with rig() as r:
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.proxy.port)
+        writer.write(data + b"\r\n\r\n")
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        assert b" 500 " not in answer.split(b"\r\n")[0]
+        writer.close()
+        assert await r.get("/health") == (200, {"status": "ok"})

@@ -201,7 +201,7 @@ class Proxy:
 
     async def _listen(self) -> None:
         self._runner = web.AppRunner(
-            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=75.0
+            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.2, keepalive_timeout=75.0
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port)

@@ -165,8 +165,8 @@ class FakeEngine:
                     if index == break_after:
                         _cut(request)
                         return response
-                    await response.write(event)
                     await asyncio.sleep(self.settings.inter_token_s)
+                    await response.write(event)
         except KvError as error:
             await response.write(b"data: " + fake_api.error_body(500, str(error)) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")

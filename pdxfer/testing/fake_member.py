@@ -29,7 +29,7 @@ class FakeMember:
 
     def __init__(self, settings: MemberSettings, cache: FakeCache, make_node: Callable[[], Node]) -> None:
         """Joins the router when the node that `make_node` makes has connected to us."""
-        self._cache = cache
+        self.cache = cache
         self._compute = Compute(cache, settings.prefill_tokens_per_s)
         self._early: OrderedDict[str, Started | LegFailed | CancelGrant] = OrderedDict()
         self._cleanups: set[asyncio.Task[None]] = set()
@@ -41,12 +41,12 @@ class FakeMember:
         self._receives = FakeReceives(self._link, settings.engine_id, self._compute, self._in_background)
 
     def __repr__(self) -> str:
-        return f"<FakeMember {self._cache!r} in={len(self._receives)} out={len(self._sends)}>"
+        return f"<FakeMember {self.cache!r} in={len(self._receives)} out={len(self._sends)}>"
 
     @property
     def is_idle(self) -> bool:
         """No transfer is unsettled and all blocks are back."""
-        return not (self._receives or self._sends or self._cleanups) and self._cache.is_full
+        return not (self._receives or self._sends or self._cleanups) and self.cache.is_full
 
     async def close(self) -> None:
         """Leave the cluster and stop the node."""
