@@ -7,6 +7,7 @@ told about each lost engine.
 
 from collections.abc import Callable
 
+from pdxfer.router.eligibility import Mismatches, is_eligible, may_exchange, peer_node, reasons
 from pdxfer.router.members import Engine, Identity, Link, Proxy, Rate, Worker, difference
 from pdxfer.router.outbox import Outbox
 from pdxfer.router.settings import RouterSettings
@@ -14,7 +15,6 @@ from pdxfer.wire.messages import (
     Heartbeat,
     HeartbeatAck,
     Hello,
-    PeerNode,
     PeerReady,
     Peers,
     ProxyHello,
@@ -44,8 +44,7 @@ class Cluster:
         self._secret = secret
         self._out = out
         self._on_lost = on_lost
-        self._mismatches: dict[tuple[str, str], str] = {}
-        """(prefill, decode) → why they cannot exchange KV."""
+        self._mismatches: Mismatches = {}
         self._pairs: dict[str, Pairs] = {}
         """By model; empty after any change."""
         self._peers_changed = False
@@ -180,7 +179,7 @@ class Cluster:
             usable = [engine for engine in self.engines.values() if engine.is_usable and engine.serves(model)]
             prefills = [engine for engine in usable if engine.can_prefill]
             found = [
-                (decode, [prefill for prefill in prefills if self._is_eligible(prefill, decode)])
+                (decode, [prefill for prefill in prefills if is_eligible(prefill, decode, self._mismatches)])
                 for decode in usable
                 if decode.can_decode
             ]
@@ -194,51 +193,7 @@ class Cluster:
 
     def reasons(self, now: float) -> list[str]:
         """What keeps engines and pairs from being used, one sentence each."""
-        engines = self.engines.values()
-        found = []
-        if not any(engine.can_prefill for engine in engines):
-            found.append("no prefill engine has said hello")
-        if not any(engine.can_decode for engine in engines):
-            found.append("no decode engine has said hello")
-        for engine in engines:
-            if not engine.is_joined:
-                found.append(f"engine {engine.engine_id} has not joined: waiting for {engine.missing}")
-            if engine.is_suspect:
-                found.append(f"engine {engine.engine_id} is suspect: silent for {engine.silent_s(now):.1f} s")
-            if engine.is_draining:
-                found.append(f"engine {engine.engine_id} is draining")
-        found += self._mismatches.values()
-        found += self._closed_channels()
-        return found
-
-    def _closed_channels(self) -> list[str]:
-        usable = [engine for engine in self.engines.values() if engine.is_usable]
-        return [
-            f"prefill {prefill.engine_id} → decode {decode.engine_id}: {self._channel_problem(prefill, decode)}"
-            for decode in usable
-            for prefill in usable
-            if decode.can_decode and prefill.can_prefill and prefill is not decode
-            if (prefill.engine_id, decode.engine_id) not in self._mismatches
-            if not self._is_eligible(prefill, decode)
-        ]
-
-    def _channel_problem(self, prefill: Engine, decode: Engine) -> str:
-        for rank, worker in sorted(prefill.workers.items()):
-            ready = worker.ready.get(decode.engine_id)
-            if ready is None or ready.incarnation != decode.incarnation:
-                return f"channel of rank {rank} is not open yet"
-            if not ready.kind:
-                return f"channel of rank {rank} could not be opened: {ready.reason}"
-        return ""
-
-    def _is_eligible(self, prefill: Engine, decode: Engine) -> bool:
-        if prefill is decode or (prefill.engine_id, decode.engine_id) in self._mismatches:
-            return False
-        for worker in prefill.workers.values():
-            ready = worker.ready.get(decode.engine_id)
-            if ready is None or not ready.kind or ready.incarnation != decode.incarnation:
-                return False
-        return True
+        return reasons(self.engines.values(), self._mismatches, now)
 
     # ---- joining ---------------------------------------------------------------------------------------------
 
@@ -327,24 +282,9 @@ class Cluster:
     def _tell_peers(self) -> None:
         joined = [engine for engine in self.engines.values() if engine.is_joined]
         for engine in joined:
-            others = [other for other in joined if other is not engine and self._may_exchange(engine, other)]
+            others = [other for other in joined if other is not engine and may_exchange(engine, other, self._mismatches)]
             for rank, worker in engine.workers.items():
-                nodes = tuple(_node(other, rank) for other in others if rank in other.workers)
+                nodes = tuple(peer_node(other, rank) for other in others if rank in other.workers)
                 if nodes != worker.told:
                     worker.told = nodes
                     self._out.send(Peers(nodes=list(nodes), secret=self._secret), worker.link.route)
-
-    def _may_exchange(self, one: Engine, other: Engine) -> bool:
-        return any(
-            prefill.can_prefill and decode.can_decode and (prefill.engine_id, decode.engine_id) not in self._mismatches
-            for prefill, decode in ((one, other), (other, one))
-        )
-
-
-def _node(engine: Engine, rank: int) -> PeerNode:
-    assert engine.hello is not None
-    hello = engine.workers[rank].hello
-    return PeerNode(
-        engine_id=engine.engine_id, incarnation=engine.incarnation, rank=rank, role=engine.hello.role,
-        addresses=hello.addresses, generation=hello.generation,
-    )  # fmt: skip
