@@ -282,7 +282,7 @@ class Cluster:
     def _tell_peers(self) -> None:
         joined = [engine for engine in self.engines.values() if engine.is_joined]
         for engine in joined:
-            others = [other for other in joined if other is not engine and may_exchange(engine, other, self._mismatches)]
+            others = [e for e in joined if e is not engine and may_exchange(engine, e, self._mismatches)]
             for rank, worker in engine.workers.items():
                 nodes = tuple(peer_node(other, rank) for other in others if rank in other.workers)
                 if nodes != worker.told:
