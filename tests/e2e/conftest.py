@@ -111,9 +111,9 @@ def prompts() -> Prompts:
     """Real English, cut by the demo model's tokenizer."""
     from transformers import AutoTokenizer
 
-    from pdxfer.launcher.demo_model import default_directory
+    from pdxfer.launcher.demo_model import demo_model_dir
 
-    return Prompts(AutoTokenizer.from_pretrained(default_directory()))
+    return Prompts(AutoTokenizer.from_pretrained(demo_model_dir(os.environ)))
 
 
 @pytest.fixture(scope="session")
