@@ -42,8 +42,8 @@ class Placement:
             self._busy(waiting, now, "the router is shutting down")
         elif self._try_place(waiting, now):
             self.queue.note_overtaken()
-        elif impossible := self._impossible(pair):
-            self._busy(waiting, now, impossible)
+        elif (largest := self._too_small(pair)) is not None:
+            self._local(waiting, largest, now, "larger than any decode engine")
         else:
             self._enqueue(waiting, now)
 
@@ -122,17 +122,12 @@ class Placement:
             self._kept = (oldest.key, best.engine_id) if best is not None else None
         return self._kept[1] if self._kept is not None else None
 
-    def _impossible(self, pair: Pair) -> str:
-        """Why no decode engine could ever take it; empty if one might."""
+    def _too_small(self, pair: Pair) -> Engine | None:
+        """The largest decode engine if none could ever take the prompt: it says so itself, in its own words."""
         decodes = [e for e in self._cluster.engines.values() if e.is_joined and e.can_decode and e.serves(pair.model)]
         if not decodes or any(_fits(decode, pair) for decode in decodes):
-            return ""
-        largest = max(decodes, key=lambda decode: _num_blocks(decode) * _block_size(decode))
-        needed = num_blocks_needed(pair.num_tokens, _block_size(largest))
-        return (
-            f"about {pair.num_tokens} tokens need {needed} KV blocks, the largest decode engine "
-            f"{largest.engine_id} has {_num_blocks(largest)}"
-        )
+            return None
+        return max(decodes, key=lambda decode: _num_blocks(decode) * _block_size(decode))
 
     def _why_waiting(self, pair: Pair) -> str:
         pairs = self._cluster.pairs(pair.model)
