@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Installs what the tests need (into .venv, and with apt where they need a system package), then runs one tier.
+#   tests/run.sh fast   lint, types, import contracts, all tests without vLLM; under a minute once installed
+#   tests/run.sh        what CI runs: fast, then every kind of case on real vLLM engines at reduced counts
+#   tests/run.sh full   the counts of the promises: long soaks and many prompts; takes hours, run before a release
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+. launch/lib/checks.sh
+. launch/lib/install.sh
+
+tier=${1:-ci}
+case $tier in
+  fast | ci | full) ;;
+  *) echo "run.sh: unknown tier $tier; use fast, full or nothing" >&2; exit 2 ;;
+esac
+
+step() { printf '\n== %s\n' "$1" >&2; }
+
+step "install"
+if ! installed cpu; then
+  install cpu "$(find_python)"
+fi
+tests_stamp=$venv/pdxfer-tests
+if [ "$(cat "$tests_stamp" 2>/dev/null)" != "$(sha256sum <requirements/test.lock)" ]; then
+  stage "test tools" pip_install -r requirements/test.lock
+  sha256sum <requirements/test.lock >"$tests_stamp"
+fi
+if [ "$tier" != fast ] && ! { command -v ip && command -v tc; } >/dev/null; then
+  stage "iproute2 (two-host tests)" sh -c 'apt-get update -q && apt-get install -y -q iproute2'
+fi
+python=$venv/bin/python
+export PATH="$venv/bin:$PATH" HF_HUB_OFFLINE=1 PDXFER_TIER=$tier
+
+step "lint, types, import contracts"
+ruff check .
+mypy
+lint-imports
+
+step "tests without vLLM"
+"$python" -m pytest -m "not vllm and not full" tests
+[ "$tier" = fast ] && exit 0
+
+step "demo model"
+pdxfer model demo >/dev/null
+
+step "tests on real vLLM"
+marker="vllm and not full"
+[ "$tier" = full ] && marker="vllm or full"
+"$python" -m pytest -m "$marker" -rA -s tests
+
+step "quickstart"
+launch/quickstart.sh
