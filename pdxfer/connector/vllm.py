@@ -222,7 +222,7 @@ def _refuse_unsupported(config: VllmConfig, kv_config: KVCacheConfig) -> None:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_config.kv_cache_groups})
         raise ConfigError(
             f"this model has {len(kv_config.kv_cache_groups)} KV cache groups ({', '.join(kinds)}); pdxfer moves "
-            "models with one. Sliding-window models: add --disable-hybrid-kv-cache-manager; Mamba hybrids cannot be moved"
+            "models with one. Sliding-window models: add --disable-hybrid-kv-cache-manager; Mamba hybrids are refused"
         )
 
 
