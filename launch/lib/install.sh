@@ -24,9 +24,9 @@ install() { # FLAVOR PYTHON: from whatever state .venv is in; a flavor change st
     stage "Python environment .venv" "$python" -m venv --clear "$venv" || return 1
   fi
   echo "$flavor unfinished" >"$stamp"
-  hint=packages_hint total=$(grep -c == "$lock")
   [ "$flavor" != cpu ] || stage "torch for CPU" install_cpu_torch "$lock" || return 1
-  stage "vLLM for $flavor and its libraries" pip_install -r "$lock" || return 1
+  hint=packages_hint total=$(grep -c == "$lock")
+  stage "vLLM for ${flavor^^} and its libraries" pip_install -r "$lock" || return 1
   hint=""
   stage "pdxfer" pip_install --no-build-isolation --editable "$root" || return 1
   echo "$flavor $(digest "$flavor")" >"$stamp"
@@ -44,27 +44,30 @@ pip_install() { # without compiling: Python does that at first import, for the t
     --progress-bar off --disable-pip-version-check --root-user-action ignore "$@"
 }
 
-packages_hint() {
+packages_hint() { # of the stage that began in line $began of the log
   local there
-  if tail -n 1 "$log" | grep -q '^Installing collected'; then
+  if tail -n "+$began" "$log" | grep -q '^Installing collected'; then
     there=$(find "$venv"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l)
-    echo "$there of $total packages installed"
+    echo ", $((there < total ? there : total)) of $total packages installed"
   else
-    echo "$(grep -c '^Collecting' "$log") of $total packages downloaded"
+    echo ", $(tail -n "+$began" "$log" | grep -c '^Collecting') of $total packages downloaded"
   fi
 }
 
 stage() { # TITLE COMMAND...: runs it with its output in the log; a line with the time it took, on a terminal a live one
-  local title=$1 start=$SECONDS child beat=0
+  local title=$1 start=$SECONDS child beat=0 began
+  began=$(($(wc -l <"$log") + 1))
   shift
-  "$@" >>"$log" 2>&1 9>&- &
+  set -m # a process group of its own, so that an interrupt ends pip with all it started
+  "$@" >>"$log" 2>&1 </dev/null &
   child=$!
-  trap 'kill $child 2>/dev/null; wait $child; echo >&2; exit 130' INT TERM
+  set +m
+  trap 'kill -- -$child 2>/dev/null; wait $child || true; echo >&2; exit 130' INT TERM
   while kill -0 $child 2>/dev/null; do
     if [ -t 2 ]; then
-      printf '\r\033[K  %s ... %s s  %s' "$title" $((SECONDS - start)) "$(${hint:-:})" >&2
+      printf '\r\033[K  %s ... %s s%s' "$title" $((SECONDS - start)) "$(${hint:-:})" >&2
     elif [ $((SECONDS - start)) -ge $beat ]; then
-      echo "  $title ... $((SECONDS - start)) s  $(${hint:-:})" >&2
+      echo "  $title ... $((SECONDS - start)) s$(${hint:-:})" >&2
       beat=$((beat + 20))
     fi
     sleep 0.3
@@ -80,4 +83,13 @@ stage() { # TITLE COMMAND...: runs it with its output in the log; a line with th
   fi
 }
 
-why() { grep -m 1 '^ERROR: ' "$log" || tail -n 1 "$log"; }
+why() { # the stage failed, in one line
+  local said
+  said=$(tail -n "+$began" "$log")
+  if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError' <<<"$said"; then
+    echo "the package index cannot be reached; check the network, the proxy and pip's settings"
+  else
+    said=$(grep '^ERROR: ' <<<"$said" | tail -n 1 | grep . || tail -n 1 <<<"$said")
+    echo "${said#ERROR: }"
+  fi
+}
