@@ -117,12 +117,13 @@ class Pdxfer:
         """The request's timeline, once what moved is known. The engines' stamps may come after the last token."""
         url = f"{self._proxy}/v1/pdxfer/timeline/{request_id}"
         deadline = time.perf_counter() + _TIMELINE_S
+        found: dict[str, Any] | None = None
         while time.perf_counter() < deadline:
             found = await self._client.get(url)
             if found and (found["mode"] != "pair" or found["transfer"]):
                 return found
             await asyncio.sleep(_TIMELINE_INTERVAL_S)
-        raise BenchError(f"{url} did not say within {_TIMELINE_S:g} s what moved")
+        raise BenchError(f"{url} did not say within {_TIMELINE_S:g} s what moved; last answer: {found}")
 
 
 def with_timeline(answer: Answer, timeline: Mapping[str, Any]) -> Answer:
