@@ -2,16 +2,14 @@
 
 import io
 import re
-import select
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from launch_rig import DEADLINE_S, Lines, free_ports, port_sets
 from rich.console import Console
 
 from pdxfer.launcher.quickstart import config_name, curl_line
@@ -21,16 +19,6 @@ from pdxfer.launcher.quickstart_requests import Answer, Moved, Question, text
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = [sys.executable, "-m", "pdxfer.launcher.quickstart", "--config", "fake-1p1d"]
-DEADLINE_S = 90.0
-
-
-def port_sets() -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
-    keys = ("router.port", "controller.port", "proxy.port", "topology.prefill_port", "topology.decode_port")
-    sets = [f"{key}={s.getsockname()[1]}" for key, s in zip(keys, sockets, strict=True)]
-    for s in sockets:
-        s.close()
-    return [arg for pair in sets for arg in ("--set", pair)]
 
 
 def stream(longest_ms: float) -> Stream:
@@ -50,7 +38,9 @@ def printed(result: Measured) -> tuple[bool, str]:
 
 def test_the_whole_run_prints_answers_tables_and_what_moved() -> None:
     """On fake engines, which move real bytes; exit 0."""
-    done = subprocess.run([*QUICKSTART, *port_sets()], capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
+    done = subprocess.run(
+        [*QUICKSTART, *port_sets(free_ports(5))], capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(the same)") == 3
     assert len(re.findall(r"KV moved  [13],000 tokens: [\d.]+ MB in \d+ units over tcp", done.stdout)) == 2
@@ -62,16 +52,14 @@ def test_the_whole_run_prints_answers_tables_and_what_moved() -> None:
 def test_serve_prints_a_curl_line_and_stays_up_until_a_signal() -> None:
     """Exit 0 after SIGINT."""
     process = subprocess.Popen(
-        [*QUICKSTART, *port_sets(), "--serve"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        [*QUICKSTART, *port_sets(free_ports(5)), "--serve"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
     )
+    lines = Lines(process.stdout)
     try:
-        assert process.stdout is not None
-        deadline, line = time.monotonic() + DEADLINE_S, ""
-        while not line.startswith("curl"):
-            assert select.select([process.stdout], [], [], deadline - time.monotonic())[0], "no curl line came"
-            line = process.stdout.readline()
-            assert line, "it ended"
-        url = re.search(r"http://\S+/v1", line)
+        url = re.search(r"http://\S+/v1", lines.until("^curl"))
         assert url is not None
         with urllib.request.urlopen(f"{url[0]}/models", timeout=10) as answer:
             assert answer.status == 200
@@ -80,8 +68,7 @@ def test_serve_prints_a_curl_line_and_stays_up_until_a_signal() -> None:
     finally:
         process.kill()
         process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        lines.close()
 
 
 @pytest.mark.parametrize("moved", [Moved(reason="no channel to d0"), Moved(outcome="failed", num_bytes=5)])
