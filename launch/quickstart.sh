@@ -24,7 +24,7 @@ TEXT
 
 wrong_usage() { echo "quickstart.sh: $1; see launch/quickstart.sh --help" >&2; exit 2; }
 
-gpus="" rest=()
+gpus=all rest=()
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
@@ -35,7 +35,8 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-case ${gpus:=$(facts_gpus)} in "" | *[!0-9]*) wrong_usage "--gpus needs a number, not $gpus" ;; esac
+[ "$gpus" != all ] || gpus=$(facts_gpus)
+case $gpus in "" | *[!0-9]*) wrong_usage "--gpus needs a number, not \"$gpus\"" ;; esac
 [ "$gpus" -gt 0 ] && flavor=cuda || flavor=cpu
 unset PYTHONHOME PYTHONPATH
 
@@ -53,7 +54,7 @@ fi
 
 mkdir -p "$work"
 exec 9>"$work/install.lock"
-if ! flock -n 9; then
+if command -v flock >/dev/null && ! flock -n 9; then
   echo "Another quickstart is installing in this checkout; waiting for it" >&2
   flock -w 1800 9 || { echo "It did not end within half an hour; see $log" >&2; exit 1; }
 fi

@@ -8,7 +8,7 @@ log=$work/install.log
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 installed() { # FLAVOR: true if .venv is what the lock file and this checkout ask for
-  [ "$(cat "$stamp" 2>/dev/null)" = "$1 $(digest "$1")" ] && "$venv/bin/python" -c '' 2>/dev/null
+  [ "$(cat "$stamp" 2>/dev/null)" = "$1 $(digest "$1")" ] && "$venv/bin/python" -c '' 2>/dev/null || return 1
 }
 
 digest() { # of all that decides what gets installed; a moved checkout counts, .venv has its path inside
@@ -89,7 +89,8 @@ why() { # the stage failed, in one line
   if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError' <<<"$said"; then
     echo "the package index cannot be reached; check the network, the proxy and pip's settings"
   else
-    said=$(grep '^ERROR: ' <<<"$said" | tail -n 1 | grep . || tail -n 1 <<<"$said")
+    said=$(grep '^ERROR: ' <<<"$said" || echo "$said")
+    said=$(tail -n 1 <<<"$said")
     echo "${said#ERROR: }"
   fi
 }

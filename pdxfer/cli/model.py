@@ -46,7 +46,12 @@ def _progress() -> Iterator[Report]:
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.fields[size]}"), TimeElapsedColumn()
+    columns = (
+        TextColumn("demo model: {task.description:<24}"),
+        BarColumn(),
+        TextColumn("{task.fields[size]}"),
+        TimeElapsedColumn(),
+    )
     tasks: dict[Stage, TaskID] = {}
 
     def show(stage: Stage, done: int, total: int) -> None:
