@@ -116,7 +116,7 @@ def main() -> None:
         return write(given.kind, given.any_transport)
     for _ in range(8):
         late = attempt(given.kind, given.mode == "fence", given.any_transport)
-        if late is not None:
+        if late or (late == 0 and not given.any_transport):  # an unfenced transport may have been lucky
             return print(msgspec.json.encode({"late_bytes": late}).decode())
     raise SystemExit("the writer could not be stopped in the middle in 8 attempts")
 

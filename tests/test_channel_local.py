@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -78,6 +79,23 @@ def test_the_reader_survives_short_copies_and_more_ranges_than_one_call_takes() 
             reader.copy(cma.iovecs(target.ctypes.data, both), cma.iovecs(address, both))
     finally:
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + page), page, 3)
+
+
+def test_a_large_copy_is_shared_and_both_halves_must_succeed() -> None:
+    """2 MiB in two ranges on two threads; the half that fails fails the whole."""
+    size = cma.SPLIT_BYTES
+    source = np.random.default_rng(1).integers(0, 256, 2 * size, dtype=np.uint8)
+    target = np.zeros_like(source)
+    runs = np.array([[0, size], [size, size]])
+    with ThreadPoolExecutor(1) as helper:
+        reader = cma.Reader(os.getpid(), helper)
+        reader.copy(cma.iovecs(target.ctypes.data, runs), cma.iovecs(source.ctypes.data, runs))
+        assert np.array_equal(source, target)
+        for bad in (0, 1):
+            there = cma.iovecs(source.ctypes.data, runs)
+            there[bad, 0] = 4096
+            with pytest.raises(ChannelError, match="Bad address"):
+                reader.copy(cma.iovecs(target.ctypes.data, runs), there)
 
 
 def test_a_process_that_is_gone_cannot_be_read() -> None:

@@ -15,10 +15,12 @@ import select
 import socket
 import struct
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
 
+from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.core.errors import ChannelError, ConfigError, PdxferError, ProtocolError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.kv.runs import block_runs, pair_runs
@@ -84,8 +86,14 @@ class LocalEndpoint(StreamEndpoint):
         except OSError as error:
             raise ConfigError(f"the local channel needs Linux (abstract Unix sockets, /proc): {error}") from error
         super().__init__(options, me, region, sink, server)
+        self._helper = ThreadPoolExecutor(1, "pdxfer-local-copy", initializer=unpin_current_thread)
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(8), 8)
         self.start()
+
+    def close(self) -> None:
+        """See Endpoint."""
+        super().close()
+        self._helper.shutdown()
 
     def address(self) -> bytes:
         """See Endpoint."""
@@ -161,7 +169,7 @@ class LocalEndpoint(StreamEndpoint):
                 raise ProtocolError(f"{head.type.name} frame where CARD belongs")
             card = decode(frames.receive_meta(head), _card_decoder)
             self._check(card, pid)
-            reader = cma.Reader(pid)
+            reader = cma.Reader(pid, self._helper)
             _try(reader, card)
         except PdxferError as error:
             frames.send(FrameType.REFUSED, str(error).encode()[:1000])

@@ -19,8 +19,8 @@ from pdxfer.transport.base import Control, EndpointOptions, OutgoingUnit, PeerId
 from pdxfer.transport.nixl_agent import Agent, indices
 from pdxfer.transport.nixl_notes import Hello, Keys, NoteType, Welcome, seal, unseal
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 400e-6
-"""Between two looks at posted writes; doubles while nothing completes. Spinning would take the receiver's core."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6
+"""Between two looks at posted writes, which also drive them. Spinning would take the receiver's core."""
 HELLO_AGAIN_S = 0.25
 _encode = msgspec.msgpack.Encoder().encode
 _welcome_decoder = msgspec.msgpack.Decoder(Welcome)
@@ -58,7 +58,7 @@ class NixlChannel:
         self._changed = threading.Condition()
         self._rest = threading.Event()
         """Never set: waiting for it is a short sleep."""
-        self._agent = Agent(f"{me.engine_id}-w{me.rank}-out", self._mine)
+        self._agent = Agent(f"{me.engine_id}-w{me.rank}-out", self._mine, receives=False)
         try:
             self._target = self._agent.add_peer(metadata)
             self._agent.prepare(self._target, self._theirs)

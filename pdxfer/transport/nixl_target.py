@@ -53,7 +53,7 @@ class Target:
         return f"<Target generation={self.generation} peers={[s.peer.engine_id for s in self.sessions()]} {self.agent}>"
 
     def _make(self) -> Agent:
-        return Agent(f"{self._me.engine_id}-w{self._me.rank}-in", self._layout)
+        return Agent(f"{self._me.engine_id}-w{self._me.rank}-in", self._layout, receives=True)
 
     def sessions(self) -> list[Session]:
         """Oldest first."""
