@@ -10,7 +10,7 @@ usage() {
   cat <<'TEXT'
 Usage: launch/quickstart.sh [--serve] [--gpus N]
 
-Installs pdxfer and vLLM into .venv (3 GB), prepares a small model (0.4 GB), starts router, prefill engine, decode
+Installs pdxfer and vLLM into .venv (2.5 GB), prepares a small model (0.4 GB), starts router, prefill engine, decode
 engine and proxy, sends three requests to one engine and to the pair, and prints what it measured.
 
   --serve     leave the pair running afterwards, and print a curl line; stop it with Ctrl-C

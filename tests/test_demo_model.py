@@ -248,7 +248,7 @@ def test_the_default_place_follows_xdg(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_path_on_stdout_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Progress goes to stderr; --json prints the manifest too."""
+    """Nothing on stderr where the model is complete; --json prints the manifest too."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -258,7 +258,7 @@ def test_the_command_prints_the_path_on_stdout_only(tmp_path: Path, capfd: pytes
     )
     (model / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     assert run(["model", "demo", "--dir", str(model)]) == 0
-    assert capfd.readouterr() == (f"{model}\n", "demo model: checking what is there\n")
+    assert capfd.readouterr() == (f"{model}\n", "")
     assert run(["model", "demo", "--dir", str(model), "--json"]) == 0
     printed = json.loads(capfd.readouterr().out)
     assert printed["path"] == str(model)

@@ -41,7 +41,7 @@ def demo(
 
 @contextmanager
 def _progress() -> Iterator[Report]:
-    """A bar per stage on a terminal, a line per stage elsewhere; both on stderr."""
+    """A bar per stage on a terminal, a line per stage elsewhere; both on stderr. Silent where nothing is to be done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -55,6 +55,8 @@ def _progress() -> Iterator[Report]:
     tasks: dict[Stage, TaskID] = {}
 
     def show(stage: Stage, done: int, total: int) -> None:
+        if stage is Stage.checking:
+            return
         if stage not in tasks:
             finish()
             tasks[stage] = bars.add_task(stage.value, total=total or None, size="")
