@@ -91,9 +91,13 @@ def logs() -> Path:
 
 @pytest.fixture(scope="session")
 def running(logs: Path) -> Iterator[RunningPair]:
-    """A float32 pair: greedy tokens are exact there."""
+    """A float32 pair (greedy tokens are exact there) with a small pool, so that engines preempt and requests queue."""
     pair = RunningPair(
-        "model.dtype=float32", "router.min_remote_tokens=0", "engine.max_num_seqs=16", log=logs / "float32.log"
+        "model.dtype=float32",
+        "router.min_remote_tokens=0",
+        "engine.max_num_seqs=16",
+        "engine.extra_args=--num-gpu-blocks-override,64",
+        log=logs / "float32.log",
     )
     yield pair
     code = pair.stop()

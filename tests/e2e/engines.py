@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 
 MODEL = "demo"
+TIE = 1e-4
+"""Below this gap between the two best log-probabilities, batch composition may swap them."""
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 

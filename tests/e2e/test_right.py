@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pdxfer.bench.texts import Prompts
-from tests.e2e.engines import PairUrls, Reply, complete, metric, post
+from tests.e2e.engines import TIE, PairUrls, Reply, complete, metric, post
 
 pytestmark = pytest.mark.vllm
 
@@ -14,8 +14,6 @@ BORDERS = [1, 2, 100, 127, 128, 129, 130, 200, 255, 256, 257, 258, 383, 384, 385
 LONG = [1000, 1023, 1024, 1025, 1279, 1280, 1281, 1536, 2000, 2047, 2048, 2049, 2500, 3000, 3071, 3072, 3073, 3500]
 LAYERS, BLOCK_BYTES = 30, 196_608
 """Of the demo model: K and V of 128 tokens, 3 heads of 64, float32."""
-TIE = 1e-4
-"""Below this gap between the two best log-probabilities, batch composition may swap them."""
 
 
 def lengths(is_full: bool) -> list[int]:
