@@ -1,4 +1,4 @@
-"""Runs one helper process (pip, the conversion) to its end: output into a file, a deadline, a tick for progress bars.
+"""Runs one child process (pip, the conversion) to its end: output into a file, a deadline, a tick for progress bars.
 
 Called by demo_source and demo_model. Never shows the child's own output; `last_error` picks the line worth quoting.
 """
