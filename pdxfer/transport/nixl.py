@@ -4,7 +4,7 @@
                  └─ NixlChannel × peer   an agent each, to write with (nixl_channel.py)
 
 One thread looks after all of them: NIXL has no way to wait for a notification, so it looks often while grants are out
-or answers are due, and rarely (25 ms) otherwise. NIXL's own thread moves TCP bytes meanwhile, woken by its sockets.
+or answers are due, and rarely (40 ms) otherwise. NIXL's own thread moves TCP bytes meanwhile, woken by its sockets.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from pdxfer.transport.stream import decode
 
 log = logging.getLogger(__name__)
 
-HOT_S, WARM_S, PARKED_S = 100e-6, 1e-3, 25e-3
+HOT_S, WARM_S, PARKED_S = 100e-6, 1e-3, 40e-3
 """Between two looks: just after something came; while grants are out; otherwise."""
 STAY_HOT_S = 0.02
 PING_S = 0.5

@@ -216,13 +216,13 @@ class Agent:
                 return
             for handle in [*self._handles, *self._lists.values()]:
                 _quietly(handle.release, self._errors)
+                handle._agent, handle._released = None, True
             self._handles.clear()
             self._lists.clear()
             _quietly(partial(agent.deregister_memory, self._registration), self._errors)
-            self._registration = None
-            gone = weakref.ref(agent)
-            del agent
-            assert gone() is None, "somebody else still holds the NIXL agent: it is not fenced"
+            # Frames of an exception on its way may hold the Python object; what counts is the C++ object inside it.
+            inner, agent.agent = weakref.ref(agent.agent), None
+            assert inner() is None, "somebody still holds the NIXL agent: it is not fenced"
 
     @contextmanager
     def _nixl_call(self, what: str) -> Iterator[None]:

@@ -63,19 +63,20 @@ class Target:
     # ---- called by the endpoint's thread ---------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Handle what has come; whether anything has."""
+        """Handle what has come; whether more is likely to follow (a ping announces nothing)."""
         try:
             notes = list(self.agent.notes())
         except ChannelError as error:
             log.debug("%r: %s", self, error)
             return False
+        came = False
         for name, note in notes:
             try:
-                self._handle(name, note)
+                came = self._handle(name, note) is not NoteType.PING or came
             except (ProtocolError, msgspec.MsgspecError) as error:
                 self._admission.refused["protocol"] += 1
                 log.debug("note of agent %s dropped: %s", name, error)
-        return bool(notes)
+        return came
 
     def ping(self) -> None:
         """Find senders that are gone."""
@@ -133,11 +134,11 @@ class Target:
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 
-    def _handle(self, name: str, note: bytes) -> None:
+    def _handle(self, name: str, note: bytes) -> NoteType:
         kind = nixl_notes.kind_of(note)
         if kind is NoteType.HELLO:
             self._greet(name, note)
-            return
+            return kind
         with self._lock:
             session = self._sessions.get(name)
         if session is None:
@@ -159,6 +160,7 @@ class Target:
                 pass
             case _:
                 raise ProtocolError(f"{kind.name} note from a sender")
+        return kind
 
     def _greet(self, name: str, note: bytes) -> None:
         """Open a session, if the sender is admitted and knows the secret; silence otherwise (it asks again)."""
