@@ -481,7 +481,14 @@ async def test_a_server_that_is_not_there_is_named() -> None:
 
 def timeline(outcome: str = "delivered") -> dict[str, Any]:
     transfer = {"outcome": outcome, "reason": "link down", "num_bytes": 9, "num_units": 2, "channel": "tcp"}
-    return {"mode": "pair", "reason": "", "stages_ms": {"exposed_transfer": 4.0}, "transfer": transfer}
+    stamps = {"prefilled": 100.0, "landed": 99.75}
+    return {
+        "mode": "pair",
+        "reason": "",
+        "stages_ms": {"exposed_transfer": 4.0},
+        "stamps": stamps,
+        "transfer": transfer,
+    }
 
 
 async def test_our_proxy_says_where_the_time_went_once_the_transfer_has_settled() -> None:
@@ -490,6 +497,7 @@ async def test_our_proxy_says_where_the_time_went_once_the_transfer_has_settled(
     async with serving(server), Client() as client:
         found = await Pdxfer(client, server.url).stream([5], 3)
     assert found.stages_ms == {"exposed_transfer": 4.0}
+    assert found.landed_after_ms == -250.0
     assert found.moved == Moved(num_bytes=9, num_units=2, channel="tcp")
 
 

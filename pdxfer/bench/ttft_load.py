@@ -40,6 +40,8 @@ class Answer:
     text: str
     stages_ms: Mapping[str, float] = field(default_factory=dict)
     """pdxfer only: where the time went, by stage."""
+    landed_after_ms: float | None = None
+    """pdxfer only: from prefill's end to the last landed byte as stamped, negative where it landed before."""
     moved: Moved | None = None
     """pdxfer only: what the pair moved."""
     alone_because: str = ""

@@ -134,7 +134,10 @@ def with_timeline(answer: Answer, timeline: Mapping[str, Any]) -> Answer:
     if moved["outcome"] != "delivered":
         raise BenchError(f"request {answer.request_id}: its transfer was {moved['outcome']}: {moved['reason']}")
     what = Moved(num_bytes=moved["num_bytes"], num_units=moved["num_units"], channel=moved["channel"])
-    return replace(answer, stages_ms=timeline["stages_ms"], moved=what)
+    stamps = timeline["stamps"]
+    known = "landed" in stamps and "prefilled" in stamps
+    landed_after_ms = (stamps["landed"] - stamps["prefilled"]) * 1000 if known else None
+    return replace(answer, stages_ms=timeline["stages_ms"], landed_after_ms=landed_after_ms, moved=what)
 
 
 def require_pair(answer: Answer) -> Answer:

@@ -101,6 +101,7 @@ def _length_row(name: str, measured: Measured, length: int) -> dict[str, Any]:
     if exposed:
         row["exposed_ms"] = statistics.median(exposed)
         row["all_exposed_ms"] = exposed
+        row["all_landed_after_ms"] = [answer.landed_after_ms for answer in answers]
         row["stages_ms"] = {name: statistics.median(_stage_ms(answers, name)) for name in answers[0].stages_ms}
     if length in measured.socket_s:
         row["socket_ms"] = measured.socket_s[length] * 1000
