@@ -501,6 +501,11 @@ async def test_our_proxy_says_where_the_time_went_once_the_transfer_has_settled(
     assert found.moved == Moved(num_bytes=9, num_units=2, channel="tcp")
 
 
+def test_landed_kv_counts_also_where_the_account_of_it_was_lost() -> None:
+    found = with_timeline(answer(1.0), timeline() | {"transfer": None})
+    assert require_pair(found).moved is None and found.landed_after_ms == -250.0
+
+
 def test_an_answer_that_no_pair_served_is_not_measured() -> None:
     alone = with_timeline(answer(1.0), {"mode": "local", "reason": "no_prefill", "stages_ms": {}, "transfer": None})
     with pytest.raises(BenchError, match="one engine alone: no_prefill"):

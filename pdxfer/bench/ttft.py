@@ -14,6 +14,7 @@ from pathlib import Path
 from pdxfer.bench import ttft_link, ttft_measure
 from pdxfer.bench.texts import Prompts
 from pdxfer.bench.ttft_arms import Arm, Ports, Site, make_arm
+from pdxfer.bench.ttft_errors import BenchError
 from pdxfer.bench.ttft_link import LinkPlan
 from pdxfer.bench.ttft_load import Client
 from pdxfer.bench.ttft_options import Options, parse
@@ -116,7 +117,9 @@ def _kv_bytes_per_token(model: Path) -> int:
 def _time_socket(measured: Measured, plan: LinkPlan | None) -> None:
     """Time a plain socket with the bytes that were moved for each length; the engines are idle meanwhile."""
     for length, answers in measured.answers.items():
-        moved = max(answer.moved.num_bytes for answer in answers if answer.moved)
+        moved = max((answer.moved.num_bytes for answer in answers if answer.moved), default=0)
+        if not moved:
+            raise BenchError(f"pdxfer: of {length} tokens no request's timeline says how many bytes moved")
         measured.socket_s[length] = min(ttft_link.socket_seconds(plan, moved) for _ in range(_SOCKET_REPS))
 
 
