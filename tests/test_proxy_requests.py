@@ -138,6 +138,14 @@ async def test_models_are_listed_with_aliases_and_checked() -> None:
             assert status == 404 and body["error"]["code"] == "model_not_found"
             assert "my-lora" in body["error"]["message"]
         assert r.count("refused_total", reason="unknown_model") == 2
+
+
+async def test_an_unknown_model_is_404_also_as_the_first_request() -> None:
+    """The router has no engine for that name, and the proxy has met none yet: it asks for any before it judges."""
+    async with rig() as r:
+        r.pairer.answers.append(lambda pair: Busy(request_id=pair.request_id, retry_after_s=1.0, reason="no engine"))
+        status, body, _ = await r.post("/v1/completions", {"model": "gpt-9", "prompt": "hi"})
+        assert (status, body["error"]["code"]) == (404, "model_not_found")
         assert not r.prefill.faults.take()
 
 

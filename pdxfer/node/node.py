@@ -212,6 +212,7 @@ class Node:
             endpoint.admit(self._peer_ids(), peers.secret)
         if pool is not None:
             pool.update(list(peers.nodes), peers.secret)
+            pool.announce()
 
     def _on_ready(self, peer: PeerId, kind: str, reason: str) -> None:
         router = self._router

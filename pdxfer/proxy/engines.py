@@ -109,6 +109,8 @@ class Engines:
             if model in self._names() or (not model and self._clock.now() < self._fetched + self._ttl_s):
                 return
             await self._meet(model)
+            if model and not self._seen:
+                await self._meet("")
             engines = list(self._seen.values())
             await asyncio.gather(*(self._fetch(engine) for engine in engines))
             self._fetched = self._clock.now()

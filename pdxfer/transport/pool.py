@@ -102,6 +102,13 @@ class ChannelPool:
         for channel in gone:
             channel.close()
 
+    def announce(self) -> None:
+        """Tell on_ready of every open channel again: the router may be a new one."""
+        with self._changed:
+            open_now = [(peer.id, peer.channel.kind) for peer in self._peers.values() if peer.channel is not None]
+        for peer, kind in open_now:
+            self._on_ready(peer, kind, "")
+
     def channel(self, engine_id: str) -> Channel | None:
         """The best open channel to that engine now. Cheap: a sender asks whenever it has nothing in flight."""
         with self._changed:

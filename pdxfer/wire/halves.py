@@ -160,6 +160,12 @@ class _Link:
 
     def _run(self) -> None:
         socket = self._open()
+        try:
+            self._serve(socket)
+        finally:
+            socket.close(linger=0)
+
+    def _serve(self, socket: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
