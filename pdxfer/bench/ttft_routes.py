@@ -114,8 +114,8 @@ class Pdxfer:
         return with_timeline(answer, await self._timeline(request_id))
 
     async def _timeline(self, request_id: str) -> dict[str, Any]:
-        """The request's timeline, once what moved is known, or at least that it landed: what moved is lost where the end of
-        the request overtakes decode's account of it. Both may come after the last token."""
+        """The request's timeline, once what moved is known (it may come after the last token), or at least that it
+        landed: decode's account is lost where the end of the request overtakes it."""
         url = f"{self._proxy}/v1/pdxfer/timeline/{request_id}"
         deadline = time.perf_counter() + _TIMELINE_S
         found: dict[str, Any] | None = None
