@@ -48,6 +48,8 @@ class RouterMachine(RuleBasedStateMachine):
         self.answered: set[str] = set()
         self.paired: dict[str, bytes] = {}
         self.over: dict[str, int] = {}
+        self.given_up: set[str] = set()
+        """Ended by their proxy: decode's account may still reach it, once."""
         self.unanswered: dict[str, bytes] = {}
         """Of proxies that are still there."""
         self.seen = 0
@@ -158,6 +160,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.world.say(proxy, Release(transfer_id=transfer_id, reason=""))
             if lease is not None and lease.proxy == proxy:
                 self.over[transfer_id] = self.over.get(transfer_id, 0) + 1
+                self.given_up.add(transfer_id)
         else:
             leg = "prefill" if kind == 1 else "decode"
             self.world.say(proxy, LegFailed(transfer_id=transfer_id, leg=leg, reason=""))
@@ -172,6 +175,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(proxy=PROXIES)
     def a_proxy_leaves(self, proxy: bytes) -> None:
         for lease in self.world.state.leases.of_proxy(proxy):
+            self.given_up.add(lease.transfer_id)
             self.over[lease.transfer_id] = self.over.get(lease.transfer_id, 0) + 1
         self.world.say(proxy, Goodbye(reason="test"))
         self.unanswered = {key: asker for key, asker in self.unanswered.items() if asker != proxy}
@@ -188,7 +192,9 @@ class RouterMachine(RuleBasedStateMachine):
             if isinstance(message, Pairing):
                 self.paired[message.transfer_id] = route
                 self._check_pairing(message)
-            if isinstance(message, Ended):
+            if isinstance(message, Ended) and message.transfer_id in self.given_up:
+                self.given_up.remove(message.transfer_id)
+            elif isinstance(message, Ended):
                 self.over[message.transfer_id] = self.over.get(message.transfer_id, 0) + 1
         self.seen = len(self.world.sent)
 

@@ -391,6 +391,16 @@ def test_only_engines_that_serve_the_model_are_taken() -> None:
     assert isinstance(answer, Busy) and answer.reason == "no decode engine serves 'nothing'"
 
 
+def test_an_account_that_a_release_overtook_still_reaches_its_proxy_once() -> None:
+    """The proxy is done before decode's Ended: what was moved is not lost."""
+    world = one_pair()
+    world.ask()
+    world.say(PROXY, Release(transfer_id="t-1", reason="done"))
+    for _ in range(2):
+        world.say(sched("d0"), ended("t-1"))
+    assert [m.transfer_id for _, m in world.sent if isinstance(m, Ended)] == ["t-1"]
+
+
 def test_what_never_fits_goes_to_an_engine_at_once() -> None:
     """No use waiting: the engine refuses it in its own words, with its own status."""
     world = one_pair()

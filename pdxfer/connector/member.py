@@ -62,9 +62,10 @@ class Member:
         if self._router is not None and not self._router.send(message):
             log.warning("router client's queue is full: %s dropped", type(message).__name__)
 
-    def stamp(self, transfer_id: str, stage: Stage) -> None:
-        """A stage of the request's timeline was reached now."""
-        self.tell_router(Stamp(transfer_id=transfer_id, stage=stage, wall=self._clock.wall()))
+    def stamp(self, transfer_id: str, stage: Stage, wall: float | None = None) -> None:
+        """A stage of the request's timeline was reached, now or at `wall`."""
+        at = self._clock.wall() if wall is None else wall
+        self.tell_router(Stamp(transfer_id=transfer_id, stage=stage, wall=at))
 
     def leg_failed(self, transfer_id: str, leg: Leg, reason: str) -> None:
         """Our leg is over without having delivered."""

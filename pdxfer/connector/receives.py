@@ -11,7 +11,7 @@ from pdxfer.connector.references import References
 from pdxfer.connector.requests import prompt_digest
 from pdxfer.connector.transfer import Receive, ReceiveState
 from pdxfer.wire.halves import Expect, Fenced, Landed, Revoke
-from pdxfer.wire.messages import CancelGrant, Ended, Grant, Outcome, Stamp
+from pdxfer.wire.messages import CancelGrant, Ended, Grant, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Receives:
         receive.channel = landed.channel
         receive.rank_landed(landed.rank)
         if receive.state is ReceiveState.LANDED:
-            self._member.tell_router(Stamp(transfer_id=landed.transfer_id, stage="landed", wall=landed.wall))
+            self._member.stamp(landed.transfer_id, "landed", landed.wall)
 
     def rank_fenced(self, receive: Receive, fenced: Fenced) -> None:
         """The grant is over on one rank; the others give it back too."""

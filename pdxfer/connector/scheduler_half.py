@@ -17,7 +17,7 @@ from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.connector.transfer import Receive, Send
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.node.plan import SendPlan
-from pdxfer.wire.halves import Fenced, Landed, Settled, ToScheduler
+from pdxfer.wire.halves import Computed, Fenced, Landed, Settled, ToScheduler
 from pdxfer.wire.messages import CancelGrant, Drain, FromRouter, Grant, LegFailed, Refused, Started
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,8 @@ class SchedulerHalf:
                 receive.started(message.prefill_id)
             case LegFailed(), Receive() as receive:
                 self._receives.give_up(receive, f"{message.leg} leg failed: {message.reason}")
+            case Computed(), Send() as send:
+                self._sends.computed(send, message.wall)
             case Settled(), Send() as send:
                 self._sends.rank_settled(send, message.rank, message.delivered, message.reason)
             case (LegFailed() | CancelGrant()), Send() as send:

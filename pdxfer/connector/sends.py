@@ -99,11 +99,17 @@ class Sends:
             return False
         send.request_over = True
         if send.num_planned == send.total_blocks and request.status.name in WHOLE:
-            self._member.stamp(send.transfer_id, "prefilled")
+            self.computed(send, None)
         else:
             self.end(send, f"prefill ended early: {request.status.name}")
         self._settle(send)
         return True
+
+    def computed(self, send: Send, wall: float | None) -> None:
+        """The whole prompt is computed: at `wall` by a worker's clock, or now."""
+        if not send.computed:
+            send.computed = True
+            self._member.stamp(send.transfer_id, "prefilled", wall)
 
     def end(self, send: Send, reason: str) -> None:
         """Send nothing more and tell decode not to wait."""

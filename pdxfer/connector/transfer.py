@@ -150,6 +150,8 @@ class Send:
     held: list[int] = field(default_factory=list)
     """Our references: block ids that go back when all ranks have settled."""
     started: bool = False
+    computed: bool = False
+    """The end of prefill was stamped."""
     settled: set[int] = field(default_factory=set)
     """Ranks that read nothing of it any more."""
     delivered: bool = True

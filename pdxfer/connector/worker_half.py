@@ -78,6 +78,8 @@ class WorkerHalf:
         if self._meta.plans and remaining > 0 and self._node is not None:
             self._node.layers_done(self._next_layer, remaining, self._event())
             self._next_layer = len(self._layers)
+        if self._meta.plans and self._node is not None and not torch.cuda.is_available():
+            self._node.computed(self._meta.plans)
 
     def load_errors(self) -> set[int]:
         """Verdicts of the scheduler half, given back to vLLM in the step that carries them."""

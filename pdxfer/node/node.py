@@ -30,7 +30,19 @@ from pdxfer.transport.base import (
     UnitHeader,
 )
 from pdxfer.transport.pool import ChannelPool
-from pdxfer.wire.halves import Expect, Forget, Listening, Revoke, Settled, ToWorker, Welcome, WorkerEnd, WorkerReady
+from pdxfer.wire.halves import (
+    Computed,
+    Expect,
+    Forget,
+    Listening,
+    Revoke,
+    Settled,
+    ToScheduler,
+    ToWorker,
+    Welcome,
+    WorkerEnd,
+    WorkerReady,
+)
 from pdxfer.wire.messages import (
     CancelGrant,
     ChannelAddress,
@@ -99,6 +111,13 @@ class Node:
     def layers_done(self, first_layer: int, num_layers: int, ready: Ready = None) -> None:
         """These layers of the step are final."""
         self.sender.layers_done(first_layer, num_layers, ready)
+
+    def computed(self, plans: tuple[SendPlan, ...]) -> None:
+        """The step with these plans has been computed (hosts only: a device may still be at it)."""
+        now = self._clock.wall()
+        for plan in plans:
+            if plan.is_last:
+                self._halves.send(Computed(transfer_id=plan.transfer_id, wall=now))
 
     def close(self) -> None:
         """Leave: close the lanes, the channels (which fences them), the links."""
@@ -241,8 +260,8 @@ class Node:
         rank = self._settings.rank
         self._report(Settled(rank=rank, transfer_id=transfer_id, delivered=delivered, reason=reason[:1000]))
 
-    def _report(self, fact: object) -> None:
-        self._halves.send(fact)  # type: ignore[arg-type]
+    def _report(self, fact: ToScheduler) -> None:
+        self._halves.send(fact)
 
 
 class _KindSink:

@@ -26,6 +26,12 @@ class SendPlan:
     """Identity of the prompt; must equal the Grant's."""
 
 
+    @property
+    def is_last(self) -> bool:
+        """This step completes the prompt."""
+        return self.first_block + len(self.block_ids) == self.total_blocks
+
+
 @dataclass(frozen=True, slots=True)
 class Area:
     """A rectangle of final KV: blocks [first_block, +len(block_ids)) × layers [first_layer, +num_layers)."""

@@ -29,6 +29,8 @@ class Lease:
     """Prefill computed its prompt, or its leg is lost: its tokens no longer count as load."""
     is_prefill_lost: bool = False
     """Decode was told not to wait for it."""
+    is_proxy_told: bool = False
+    """Its proxy got the Ended."""
     epoch: int = -1
     """Of the last grant; -1 before any."""
 

@@ -76,7 +76,12 @@ class Relay:
         self._out.send(shifted, lease.proxy)
 
     def ended(self, sender: Engine, message: Ended, now: float) -> None:
-        """decode settled its side: lease and credit return."""
+        """decode settled its side: lease and credit return. One that a Release overtook still tells what was moved."""
+        over = self._leases.get_ended(message.transfer_id)
+        if over is not None and over.decode is sender and not over.is_proxy_told:
+            over.is_proxy_told = True
+            self._out.send(message, over.proxy)
+            return
         lease = self._lease_of(message.transfer_id, decode=sender)
         if lease is not None:
             self._out.num_tokens += max(0, message.num_tokens)
@@ -145,6 +150,7 @@ class Relay:
             lease.decode.credit.settle(lease.transfer_id, now + REPORT_LAG_S)
         self._out.count("ended", ended.outcome)
         if tell_proxy:
+            lease.is_proxy_told = True
             self._out.send(ended, lease.proxy)
 
     def _to_prefill(self, lease: Lease, message: Grant | CancelGrant) -> None:

@@ -25,6 +25,7 @@ from pdxfer.transport.base import Control, EndpointOptions, PeerId, Sink
 from pdxfer.transport.nixl_agent import set_ucx_defaults, writer_executed
 from pdxfer.transport.nixl_channel import NixlChannel
 from pdxfer.transport.nixl_target import Target
+from pdxfer.transport.pauses import sleep_precisely
 from pdxfer.transport.stream import decode
 
 log = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class NixlEndpoint:
     def _run(self) -> None:
         """Look at everybody, then sleep for as long as is safe."""
         unpin_current_thread()
+        sleep_precisely()
         now = SYSTEM_CLOCK.now()
         hot_until, next_ping, next_sweep = now, now + PING_S, now
         while not self._stop:
@@ -209,7 +211,7 @@ class NixlEndpoint:
             sweep = now >= next_sweep
             if sweep:
                 next_sweep = now + PARKED_S
-            if self._look(channels, sweep):
+            if self._look(channels, sweep) or any(channel.answers_due(now, STAY_HOT_S) for channel in channels):
                 hot_until = now + STAY_HOT_S
             if now >= next_ping:
                 next_ping = now + PING_S

@@ -18,9 +18,8 @@ from pdxfer.transport.admission import describe
 from pdxfer.transport.base import Control, EndpointOptions, OutgoingUnit, PeerId, Sink, UnitHeader, UnitResult
 from pdxfer.transport.nixl_agent import Agent, indices
 from pdxfer.transport.nixl_notes import Hello, Keys, NoteType, Welcome, seal, unseal
+from pdxfer.transport.pauses import LONGEST_S, pause_after, sleep_precisely
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6
-"""Between two looks at posted writes, which also drive them. Spinning would take the receiver's core."""
 HELLO_AGAIN_S = 0.25
 _encode = msgspec.msgpack.Encoder().encode
 _welcome_decoder = msgspec.msgpack.Decoder(Welcome)
@@ -81,6 +80,10 @@ class NixlChannel:
         """Answers are expected: the endpoint looks often."""
         return not self._dead and (self._keys is None or bool(self._posted))
 
+    def answers_due(self, now: float, within_s: float) -> bool:
+        """Nothing is posted any more, but something was a moment ago: the peer may have something to say."""
+        return not self._dead and not self._posted and now - self._moved_at < within_s
+
     # ---- called by the sender thread -------------------------------------------------------------------------------
 
     def enter(self, secret: bytes, timeout_s: float) -> None:
@@ -110,6 +113,7 @@ class NixlChannel:
         note = seal(self._keys.to_receiver, NoteType.UNIT, _encode(header))
         if not self._posted:
             self._moved_at = SYSTEM_CLOCK.now()
+            sleep_precisely()
         try:
             self._posted.append((self._agent.write(self._target, source, target, note), header))
         except ChannelError as error:
@@ -118,24 +122,22 @@ class NixlChannel:
 
     def poll(self, timeout_s: float) -> Sequence[UnitResult]:
         """See Channel."""
-        deadline, pause = SYSTEM_CLOCK.now() + timeout_s, FIRST_PAUSE_S
+        deadline = SYSTEM_CLOCK.now() + timeout_s
         while not self._collect():
             left = deadline - SYSTEM_CLOCK.now()
             if left <= 0:
                 break
-            self._rest.wait(min(left, pause) if self._posted else left)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._sleep(left)
         done, self._done = self._done, []
         return done
 
     def tell(self, control: Control) -> None:
         """Waits for the writes before it: NIXL does not order notifications after writes that are not done."""
-        pause = FIRST_PAUSE_S
         while self._posted:
             self._collect()
-            self._rest.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._sleep(LONGEST_S)
         self._send(NoteType.CONTROL, _encode(control))
+        self._moved_at = SYSTEM_CLOCK.now()
 
     def probe(self, timeout_s: float) -> None:
         """See Channel."""
@@ -226,6 +228,12 @@ class NixlChannel:
         elif self._posted and now - self._moved_at > self._options.write_timeout_s:
             raise self._die(f"{len(self._posted)} writes made no progress for {self._options.write_timeout_s:g} s")
         return bool(self._done)
+
+    def _sleep(self, longest_s: float) -> None:
+        """Between two looks at posted writes, which also drive them. Spinning would take the receiver's core."""
+        if self._posted:
+            longest_s = min(longest_s, pause_after(SYSTEM_CLOCK.now() - self._moved_at))
+        self._rest.wait(longest_s)
 
     def _send(self, kind: NoteType, body: bytes = b"") -> None:
         self._check()

@@ -99,6 +99,13 @@ class Fenced(_Fact, tag="fenced", frozen=True):
     reason: Text
 
 
+class Computed(_Fact, tag="computed", frozen=True):
+    """prefill: the step that completes this prompt has been computed; sent where the CPU knows (not on CUDA)."""
+
+    transfer_id: Id
+    wall: float
+
+
 class Settled(_Fact, tag="settled", frozen=True):
     """prefill: no byte of this transfer is read any more on this rank; its blocks may go back."""
 
@@ -109,7 +116,7 @@ class Settled(_Fact, tag="settled", frozen=True):
 
 
 ToWorker = Welcome | Expect | Revoke | Forget
-ToScheduler = WorkerReady | Listening | Landed | Fenced | Settled
+ToScheduler = WorkerReady | Listening | Landed | Fenced | Computed | Settled
 
 
 def socket_path(run_id: str) -> str:
