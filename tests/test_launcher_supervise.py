@@ -67,6 +67,14 @@ def server(name: str, *args: str, after: tuple[str, ...] = (), stop_order: int =
     )
 
 
+def is_gone(pid: int) -> bool:
+    """Dead, or dead and not yet reaped by whoever inherited it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Wait for a condition; fail by itself."""
     try:
@@ -172,6 +180,22 @@ async def test_force_ends_a_drain_at_once() -> None:
     await asyncio.wait_for(stopping, 20)
 
 
+async def test_a_killed_leader_is_noticed_though_its_children_hold_the_pipe() -> None:
+    """As vLLM's engine core does when the API server is killed: reported, cleared away, started again."""
+    code = (
+        "import subprocess,sys; p=subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)']);"
+        "print('grandchild', p.pid, flush=True);" + f"exec({SERVER!r})"
+    )
+    spec, out = server("a"), Record()
+    supervisor = Supervisor([replace(spec, argv=(sys.executable, "-c", code, spec.argv[3]))], os.environ, out)
+    await supervisor.start()
+    grandchild = int(next(text for name, text in out.lines if text.startswith("grandchild")).split()[1])
+    os.kill(supervisor.pid("a"), signal.SIGKILL)
+    await until(lambda: is_gone(grandchild), "grandchild killed")
+    await until(lambda: out.lines.count(("pdxfer", "a is ready")) == 2, "ready again")
+    await supervisor.stop()
+
+
 async def test_what_a_dead_process_left_behind_is_killed() -> None:
     """A grandchild in its group does not survive it."""
     code = (
@@ -185,8 +209,4 @@ async def test_what_a_dead_process_left_behind_is_killed() -> None:
     grandchild = int(next(text for name, text in out.lines if text.startswith("grandchild")).split()[1])
     assert psutil.pid_exists(grandchild)
     await supervisor.stop()
-
-    def is_gone() -> bool:
-        return not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
-
-    await until(is_gone, "grandchild killed")
+    await until(lambda: is_gone(grandchild), "grandchild killed")

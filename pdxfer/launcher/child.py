@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,20 +25,30 @@ _libc = ctypes.CDLL(None)
 
 
 class Child:
-    """A started process. Made by `start`."""
+    """A started process. Made by `start` on a running event loop.
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
+    Its end is seen through a pidfd, not through its output: what it leaves behind may hold the pipe open for ever.
+    """
+
+    def __init__(self, spec: ProcessSpec, process: "subprocess.Popen[bytes]", on_line: Callable[[str], None]) -> None:
         self._spec, self._process, self._on_line = spec, process, on_line
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """Last lines of its output."""
-        self._reader = asyncio.create_task(self._relay())
+        self._rest = b""
+        self._gone, self._silent = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._loop.add_reader(process.stdout.fileno(), self._on_output)
 
     def __repr__(self) -> str:
         state = "running" if self._process.returncode is None else describe_exit(self._process.returncode)
         return f"<Child {self._spec.name} pid={self._process.pid} {state}>"
 
     @classmethod
-    async def start(cls, spec: ProcessSpec, environ: Mapping[str, str], on_line: Callable[[str], None]) -> "Child":
+    def start(cls, spec: ProcessSpec, environ: Mapping[str, str], on_line: Callable[[str], None]) -> "Child":
         """Start it. Raises LaunchError if the program cannot be run."""
         parent = os.getpid()
 
@@ -47,11 +58,11 @@ class Child:
                 os._exit(1)
 
         try:
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+            process = subprocess.Popen(
+                spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 env=spec.environment(dict(environ)),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
@@ -65,16 +76,16 @@ class Child:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Its exit code (negative: signal), once it is gone, with its group, and its output is read."""
-        code = await self._process.wait()
-        self.kill()
+        """Its exit code (negative: signal), once it and its group are gone and its output is read."""
+        await self._gone.wait()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._reader, _DRAIN_S)
-        return code
+            await asyncio.wait_for(self._silent.wait(), _DRAIN_S)
+        self._close_output()
+        return self._process.wait()
 
     def terminate(self) -> None:
         """Ask it to leave. Only the leader: it knows how to stop what it started."""
-        with suppress(ProcessLookupError):
+        if not self._gone.is_set():
             self._process.terminate()
 
     def kill(self) -> None:
@@ -82,18 +93,34 @@ class Child:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _relay(self) -> None:
-        stream = self._process.stdout
-        assert stream is not None
-        rest = ""
-        while chunk := await stream.read(1 << 16):
-            *lines, rest = (rest + chunk.decode(errors="replace")).replace("\r", "\n").split("\n")
-            for line in lines:
-                self._line(line)
-            if len(rest) > _MAX_LINE:
-                self._line(rest)
-                rest = ""
-        self._line(rest)
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.kill()
+        self._process.wait()
+        self._gone.set()
+
+    def _on_output(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        *lines, self._rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
+        if not chunk or len(self._rest) > _MAX_LINE:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            self._line(line.decode(errors="replace"))
+        if not chunk:
+            self._close_output()
+
+    def _close_output(self) -> None:
+        """Read no more; idempotent."""
+        assert self._process.stdout is not None
+        if not self._process.stdout.closed:
+            self._loop.remove_reader(self._process.stdout.fileno())
+            self._process.stdout.close()
+        self._silent.set()
 
     def _line(self, line: str) -> None:
         line = line.rstrip()[:_MAX_LINE]

@@ -185,7 +185,7 @@ class _Keeper:
     async def _run_once(self) -> int:
         """Start it and return its exit code when it is gone."""
         self.state = "starting"
-        self.child = await Child.start(self.spec, self._environ, lambda line: self._output.line(self.spec.name, line))
+        self.child = Child.start(self.spec, self._environ, lambda line: self._output.line(self.spec.name, line))
         gone = asyncio.create_task(self.child.wait())
         probe = asyncio.create_task(self._prober.until_ready())
         try:
