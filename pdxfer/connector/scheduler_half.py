@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.005
 """Longest wait for news in a step that computes nothing. vLLM would spin through such steps at 1 kHz in two processes,
-half a core that the prefill engine next door needs; news end the wait at once, a new request waits at most this long."""
+half a core that the prefill next door needs; news end the wait at once, a new request waits at most this long."""
 
 
 @dataclass(slots=True)
