@@ -53,8 +53,10 @@ class MemoryChannel:
         self.corrupt = False
         self.fail_after = 1 << 30
         self.num_units = 0
+        self.num_digests = 0
 
     def write(self, unit: OutgoingUnit) -> None:
+        self.num_digests += bool(unit.header.digest)
         if self.num_units >= self.fail_after:
             raise ChannelError("cut")
         self.num_units += 1
@@ -84,7 +86,8 @@ class MemoryChannel:
 class Pair:
     """One prefill rank and one decode rank, wired together."""
 
-    def __init__(self) -> None:
+    def __init__(self, digest_every: int = 1) -> None:
+        self.digest_every = digest_every
         self.prefill, self.decode = Kv(1), Kv(2)
         self.facts: list[ToScheduler] = []
         self.settled: list[tuple[str, bool, str]] = []
@@ -95,7 +98,7 @@ class Pair:
         self.sender = Sender(LAYERS, 2, self._lane, self._settled)
 
     def _lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
-        return Lane(engine_id, self.prefill.region, lambda: self.channel, report, lambda c, r: None, digest=True)
+        return Lane(engine_id, self.prefill.region, lambda: self.channel, report, lambda c, r: None, self.digest_every)
 
     def _fact(self, fact: ToScheduler) -> None:
         with self.changed:
@@ -262,3 +265,18 @@ def test_an_area_is_cut_on_the_chunk_grid() -> None:
     assert [(p.first_block, p.block_ids) for p in pieces] == [(1, (7,)), (2, (8, 9)), (4, (10,))]
     assert Area(1, (7, 8), 0, 1).clip(3) is None
     assert Area(1, (7, 8), 0, 1).clip(2) == Area(2, (8,), 0, 1)
+
+
+@pytest.mark.parametrize("every", [0, 1, 4])
+def test_how_many_units_carry_a_digest(every: int) -> None:
+    """transport.integrity: off, full, sample."""
+    pair = Pair(digest_every=every)
+    try:
+        pair.expect(TARGET)
+        pair.grant(TARGET)
+        run_step(pair, (plan(0, SOURCE),))
+        pair.wait(lambda: pair.facts and pair.settled)
+        assert pair.channel.num_digests == (pair.channel.num_units // every if every else 0)
+        assert same_bytes(pair, SOURCE, TARGET)
+    finally:
+        pair.close()

@@ -22,6 +22,9 @@ from pdxfer.transport.pool import endpoint_factories
 
 log = logging.getLogger(__name__)
 
+DIGEST_EVERY = {"off": 0, "sample": 16, "full": 1}
+"""transport.integrity → units per digest."""
+
 
 class WorkerHalf:
     """One rank's connection between vLLM's model runner and the node."""
@@ -49,7 +52,7 @@ class WorkerHalf:
                 security=settings.security,
                 options=settings.options,
                 chunk_blocks=max(1, settings.chunk_tokens // block_size),
-                digest=settings.integrity != "off",
+                digest_every=DIGEST_EVERY[settings.integrity],
                 drain_s=settings.drain_s,
             ),
             Region(layout),

@@ -87,11 +87,13 @@ class Lane:
         open_channel: Callable[[], Channel | None],
         report: Callable[[Report], None],
         on_failure: Callable[[Channel, str], None],
-        digest: bool,
+        digest_every: int,
     ) -> None:
+        """`digest_every`: 1 takes a digest of each unit, n of every n-th, 0 of none."""
         self.engine_id = engine_id
         self._region, self._open_channel, self._report, self._on_failure = region, open_channel, report, on_failure
-        self._digest = digest
+        self._digest_every = digest_every
+        self._num_units = 0
         self._jobs: dict[tuple[str, int, int, int], Job] = {}
         """By (transfer, epoch, first block, layer after the last), in the order they will be written."""
         self._controls: list[Drained] = []
@@ -190,7 +192,7 @@ class Lane:
             first_layer=area.first_layer,
             num_layers=area.num_layers,
             num_bytes=total_bytes(source),
-            digest=self._region.digest(source) if self._digest and self._region.host else 0,
+            digest=self._region.digest(source) if self._wants_digest() else 0,
         )
         self._in_flight[key] = self._in_flight.get(key, 0) + 1
         channel.write(
@@ -201,6 +203,10 @@ class Lane:
                 target_blocks=list(job.target_blocks),
             )
         )
+
+    def _wants_digest(self) -> bool:
+        self._num_units += 1
+        return self._region.host and self._digest_every > 0 and self._num_units % self._digest_every == 0
 
     def _collect(self, timeout_s: float) -> None:
         busy = {id(self._channels[key]): key for key in self._in_flight}

@@ -73,8 +73,8 @@ class NodeSettings:
     options: EndpointOptions = field(default_factory=EndpointOptions)
     chunk_blocks: int = 2
     """Blocks a chunk."""
-    digest: bool = True
-    """transport.integrity is not off."""
+    digest_every: int = 1
+    """Units per digest; 0 takes none (transport.integrity)."""
     drain_s: float = 0.2
 
 
@@ -254,7 +254,7 @@ class Node:
             if self._pool is not None:
                 self._pool.report_failure(channel.peer, channel.kind, reason)
 
-        return Lane(engine_id, self._region, channel, report, failed, self._settings.digest)
+        return Lane(engine_id, self._region, channel, report, failed, self._settings.digest_every)
 
     def _settled(self, transfer_id: str, delivered: bool, reason: str) -> None:
         rank = self._settings.rank
