@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 import zmq
 from router_kit import SmallEngine, make_pair, wait_until
 
+from pdxfer.core.clock import SystemClock
 from pdxfer.core.errors import ConfigError, UnreachableError
-from pdxfer.router.client import ProxyClient
+from pdxfer.router.client import MemberClient, ProxyClient
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.wire.keys import ClientSecurity, load_client_security, load_server_security, new_keys
-from pdxfer.wire.messages import Drain, Ended, Grant, Local, Pairing, Release, Stamp, Started
+from pdxfer.wire.messages import Drain, Ended, Grant, Heartbeat, Local, Pairing, Release, Stamp, Started
 from pdxfer.wire.version import MAX_MESSAGE_BYTES, PROTOCOL
 
 SETTINGS = RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1, forget_s=5.0)
@@ -222,3 +224,34 @@ def test_send_while_offline_keeps_messages_and_bounds_them() -> None:
     results = [client.send(Release(transfer_id="t", reason="")) for _ in range(16400)]
     assert results[0] and not results[-1] and client.num_dropped == results.count(False)
     engine.close()
+
+
+def test_a_member_without_a_router_waits_and_does_not_spin() -> None:
+    """Seen once: the overdue heartbeat made every wait return at once, and an orphaned engine burnt a core."""
+
+    class CountingClock(SystemClock):
+        num_reads = 0
+
+        def now(self) -> float:
+            self.num_reads += 1
+            return super().now()
+
+    clock = CountingClock()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    client = MemberClient(
+        endpoint=endpoint,
+        identity="e0/sched",
+        security=None,
+        hello=list,
+        beat=lambda: Heartbeat(incarnation=1, wall=0.0),
+        on_message=lambda message: None,
+        on_link=lambda up: None,
+        heartbeat_s=0.05,
+        clock=clock,
+    )
+    try:
+        threading.Event().wait(0.5)
+        assert clock.num_reads < 500
+    finally:
+        client.close()

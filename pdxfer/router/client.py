@@ -157,6 +157,7 @@ class MemberClient:
             self._socket = self._open()
         if not self._socket.can_send:
             self._session.lost(now)
+            self._session.take_beat(now)  # due or not: an overdue one would turn the wait into a spin
             return
         if self._session.is_hello_due(now):
             self._session.said_hello(now)
