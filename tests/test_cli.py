@@ -184,7 +184,7 @@ def test_children_die_with_a_killed_launcher() -> None:
     with launched() as cluster:
         cluster.until("everything is ready")
         children = cluster.children()
-        assert len(children) == 4
+        assert len(children) == 5, "four processes and the reaper"
         cluster.process.kill()
         _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
         assert not alive

@@ -1,9 +1,11 @@
 """Supervisor: order, restarts, causes, drain and no orphans; children are small Python servers."""
 
 import asyncio
+import io
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from pdxfer.launcher import reaper
 from pdxfer.launcher.errors import LaunchError
 from pdxfer.launcher.spec import PortUse, ProcessSpec
 from pdxfer.launcher.supervise import Supervisor
@@ -210,3 +213,22 @@ async def test_what_a_dead_process_left_behind_is_killed() -> None:
     assert psutil.pid_exists(grandchild)
     await supervisor.stop()
     await until(lambda: is_gone(grandchild), "grandchild killed")
+
+
+async def test_the_reaper_ends_leaders_and_what_they_left_behind() -> None:
+    """A leader that dies at once at SIGTERM, as a vLLM that is starting does, leaves its child to the reaper."""
+    code = (
+        "import subprocess,sys,time; p=subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)']);"
+        "print(p.pid, flush=True); time.sleep(600)"
+    )
+    leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    assert leader.stdout is not None
+    grandchild = int(leader.stdout.readline())
+    known = reaper.learn(io.BytesIO(f"+{leader.pid}\n+1\n-1\n".encode()))
+    assert list(known) == [leader.pid]
+    await asyncio.to_thread(reaper.end_groups, known)
+    assert leader.wait(20) == -signal.SIGTERM
+    await until(lambda: is_gone(grandchild), "grandchild killed")
+    leader.stdout.close()
+    for pidfd in known.values():
+        os.close(pidfd)

@@ -1,11 +1,10 @@
 """One running child: its own session, its output line by line, and no way to outlive us.
 
 Used by supervise.py on its event loop. The child leads a process group, so that what it leaves behind can be killed
-too; the kernel sends it SIGTERM if we die (PR_SET_PDEATHSIG).
+too; the reaper ends the group if we are killed.
 """
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,14 +13,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from pdxfer.launcher.errors import LaunchError
+from pdxfer.launcher.reaper import Reaper
 from pdxfer.launcher.spec import ProcessSpec
 
-_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 400
 _MAX_LINE = 16 << 10
 _DRAIN_S = 2.0
 """How long output may still come after the child itself is gone (grandchildren hold the pipe)."""
-_libc = ctypes.CDLL(None)
 
 
 class Child:
@@ -30,8 +28,14 @@ class Child:
     Its end is seen through a pidfd, not through its output: what it leaves behind may hold the pipe open for ever.
     """
 
-    def __init__(self, spec: ProcessSpec, process: "subprocess.Popen[bytes]", on_line: Callable[[str], None]) -> None:
-        self._spec, self._process, self._on_line = spec, process, on_line
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        process: "subprocess.Popen[bytes]",
+        on_line: Callable[[str], None],
+        reaper: Reaper,
+    ) -> None:
+        self._spec, self._process, self._on_line, self._reaper = spec, process, on_line, reaper
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """Last lines of its output."""
         self._rest = b""
@@ -48,15 +52,10 @@ class Child:
         return f"<Child {self._spec.name} pid={self._process.pid} {state}>"
 
     @classmethod
-    def start(cls, spec: ProcessSpec, environ: Mapping[str, str], on_line: Callable[[str], None]) -> "Child":
+    def start(
+        cls, spec: ProcessSpec, environ: Mapping[str, str], on_line: Callable[[str], None], reaper: Reaper
+    ) -> "Child":
         """Start it. Raises LaunchError if the program cannot be run."""
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
         try:
             process = subprocess.Popen(
                 spec.argv,
@@ -65,11 +64,11 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=spec.environment(dict(environ)),
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
         except OSError as error:
             raise LaunchError(f"{spec.name}: cannot run {spec.argv[0]}: {error.strerror}") from error
-        return cls(spec, process, on_line)
+        reaper.add(process.pid)
+        return cls(spec, process, on_line, reaper)
 
     @property
     def pid(self) -> int:
@@ -98,6 +97,7 @@ class Child:
         os.close(self._pidfd)
         self.kill()
         self._process.wait()
+        self._reaper.remove(self._process.pid)
         self._gone.set()
 
     def _on_output(self) -> None:

@@ -16,6 +16,7 @@ from pdxfer.launcher.cause import find_cause
 from pdxfer.launcher.child import Child, describe_exit
 from pdxfer.launcher.errors import LaunchError
 from pdxfer.launcher.ready import Prober, check_ports
+from pdxfer.launcher.reaper import Reaper
 from pdxfer.launcher.spec import ProcessSpec
 
 _QUIET_S = 300.0
@@ -51,7 +52,8 @@ class Supervisor:
     ) -> None:
         ready = {spec.name: asyncio.Event() for spec in specs}
         self._output = output
-        self._keepers = [_Keeper(spec, environ, output, ready, max_restarts, clock) for spec in specs]
+        self._reaper = Reaper()
+        self._keepers = [_Keeper(spec, environ, output, ready, max_restarts, clock, self._reaper) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
@@ -69,6 +71,7 @@ class Supervisor:
     async def start(self) -> None:
         """Start everything in order and return when all is ready. Raises LaunchError with the cause if one is not."""
         check_ports(keeper.spec for keeper in self._keepers)
+        self._reaper.start()
         self._tasks = [asyncio.create_task(keeper.keep(), name=keeper.spec.name) for keeper in self._keepers]
         ready = asyncio.create_task(self._all_ready())
         try:
@@ -92,6 +95,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reaper.close()
 
     def force(self) -> None:
         """Kill what still runs."""
@@ -128,7 +132,9 @@ class _Keeper:
         ready: Mapping[str, asyncio.Event],
         max_restarts: int,
         clock: Clock,
+        reaper: Reaper,
     ) -> None:
+        self._reaper = reaper
         self.spec, self._environ, self._output, self._clock = spec, environ, output, clock
         self._ready, self._max_restarts = ready, max_restarts
         self._prober = Prober(spec.ready_url)
@@ -185,7 +191,9 @@ class _Keeper:
     async def _run_once(self) -> int:
         """Start it and return its exit code when it is gone."""
         self.state = "starting"
-        self.child = Child.start(self.spec, self._environ, lambda line: self._output.line(self.spec.name, line))
+        self.child = Child.start(
+            self.spec, self._environ, lambda line: self._output.line(self.spec.name, line), self._reaper
+        )
         gone = asyncio.create_task(self.child.wait())
         probe = asyncio.create_task(self._prober.until_ready())
         try:
