@@ -11,11 +11,12 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import BinaryIO
 
 _LEAVE_S = 15.0
-"""How long leaders may take after SIGTERM."""
+"""How long all leaders together may take after SIGTERM."""
 
 
 class Reaper:
@@ -84,8 +85,9 @@ def end_groups(known: dict[int, int]) -> None:
     for pidfd in known.values():
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+    deadline = time.monotonic() + _LEAVE_S
     for pid, pidfd in known.items():
-        select.select([pidfd], [], [], _LEAVE_S)
+        select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
