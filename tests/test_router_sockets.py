@@ -134,8 +134,10 @@ async def test_a_restarted_router_is_found_again(tmp_path: Path) -> None:
             await proxy.close()
 
 
-def test_a_member_with_a_wrong_key_is_refused_and_counted(keys_dir: Path, tmp_path: Path) -> None:
-    """Only keys in the router's directory are admitted; the others never exchange a message."""
+def test_a_member_with_a_wrong_key_is_refused_and_counted(
+    keys_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only keys in the router's directory are admitted; the others never exchange a message, and say why."""
     new_keys(tmp_path / "other")
     stranger = load_client_security(tmp_path / "other")
     impostor = ClientSecurity(
@@ -147,16 +149,33 @@ def test_a_member_with_a_wrong_key_is_refused_and_counted(keys_dir: Path, tmp_pa
         engine = SmallEngine(server.endpoint, "p0", "prefill", impostor)
         wait_until(lambda: server.snapshot().refused.get("handshake", 0) > 0)
         assert not engine.sched.client.connected and server.snapshot().engines == []
+        wait_until(lambda: "refuses the connection: it does not know our keys" in caplog.text)
         engine.close()
 
 
-def test_a_member_without_a_key_is_refused(keys_dir: Path) -> None:
-    """A plain connection to a router with keys gets nowhere."""
+async def test_a_member_without_a_key_is_refused(keys_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A plain connection to a router with keys gets nowhere; the engine's log and the proxy's say so, once each."""
     with running(keys_dir) as server:
         engine = SmallEngine(server.endpoint, "p0", "prefill", None)
-        wait_until(lambda: server.snapshot().refused.get("handshake", 0) > 0)
-        assert not engine.sched.client.connected
+        proxy = ProxyClient(
+            endpoint=server.endpoint, proxy_id="x", security=None, on_message=lambda m: None, heartbeat_s=0.1
+        )
+        await proxy.start()
+        complaint = f"the router at {server.endpoint} refuses the connection: it wants keys, and we have none"
+        for name in ("p0/sched", "proxy x"):
+            said = f"{name}: {complaint}"
+            await asyncio.to_thread(wait_until, lambda: said in caplog.text)
+            assert caplog.text.count(said) == 1
+        assert server.snapshot().refused["handshake"] > 0 and not engine.sched.client.connected
+        await proxy.close()
         engine.close()
+
+
+def test_an_absent_router_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong address and a firewall look like this."""
+    engine = SmallEngine("tcp://127.0.0.1:1", "p0", "prefill", None)
+    wait_until(lambda: "p0/sched: no router answers at tcp://127.0.0.1:1" in caplog.text)
+    engine.close()
 
 
 def test_garbage_is_counted_and_the_router_lives() -> None:

@@ -73,7 +73,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         url=str(extra.get("url", "")).rstrip("/"),
         router=router,
         halves_path=socket_path(run_id),
-        security=load_client_security(Path(keys_dir)) if keys_dir else None,
+        security=load_client_security(Path(keys_dir).expanduser()) if keys_dir else None,
         channels=tuple(transport.channels),
         options=_options(ours, router),
         chunk_tokens=transport.chunk_tokens,

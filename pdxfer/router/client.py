@@ -55,6 +55,7 @@ class MemberClient:
         self._clock = clock
         self._session = Session(heartbeat_s, clock.now())
         self._was_connected = False
+        self._complaint = ""
         self._decoder: Decoder[FromRouter] = Decoder(FromRouter)  # type: ignore[arg-type]
         self._queue: deque[Message] = deque()
         self._num_dropped = 0
@@ -153,6 +154,7 @@ class MemberClient:
 
     def _report(self, now: float) -> None:
         if self._session.judge(now):
+            self._complain(self._socket.why_silent())
             self._socket.close()
             self._socket = self._open()
         if not self._socket.can_send:
@@ -176,5 +178,11 @@ class MemberClient:
     def _tell_link(self) -> None:
         is_connected = self._session.is_connected
         if self._was_connected != is_connected:
-            self._was_connected = is_connected
+            self._was_connected, self._complaint = is_connected, ""
             self._on_link(is_connected)
+
+    def _complain(self, why: str) -> None:
+        """Once a reason, until the router is there again."""
+        if why != self._complaint:
+            self._complaint = why
+            log.warning("%s: %s", self._identity, why)

@@ -66,6 +66,7 @@ class ProxyClient:
         self._incarnation = new_incarnation()
         self._session = Session(heartbeat_s, clock.now())
         self._was_connected = False
+        self._complaint = ""
         self._decoder: Decoder[FromRouter] = Decoder(FromRouter)  # type: ignore[arg-type]
         self._asked: dict[str, tuple[Pair, asyncio.Future[Answer]]] = {}
         self._queue: deque[Message] = deque()
@@ -160,6 +161,8 @@ class ProxyClient:
         self._timer = self._loop.call_later(self._session.heartbeat_s, self._beat)
         now = self._clock.now()
         if self._session.judge(now):
+            assert self._socket is not None
+            self._complain(self._socket.why_silent())
             self._shut(0.0)
             self._open()
         if self._socket is not None and self._socket.can_send:
@@ -233,7 +236,7 @@ class ProxyClient:
         is_connected = self._session.is_connected
         if self._was_connected == is_connected:
             return
-        self._was_connected = is_connected
+        self._was_connected, self._complaint = is_connected, ""
         if is_connected:
             log.info("proxy %s joined the router at %s", self._proxy_id, self._endpoint)
             for asked, _ in list(self._asked.values()):
@@ -243,3 +246,9 @@ class ProxyClient:
             log.warning("proxy %s lost the router at %s", self._proxy_id, self._endpoint)
         if self._on_link is not None:
             self._on_link(is_connected)
+
+    def _complain(self, why: str) -> None:
+        """Once a reason, until the router is there again."""
+        if why != self._complaint:
+            self._complaint = why
+            log.warning("proxy %s: %s", self._proxy_id, why)

@@ -181,6 +181,7 @@ class DealerSocket:
     ) -> None:
         """`beside` shares that socket's IO thread, and must be closed after this one."""
         self._owns_context = beside is None
+        self._endpoint, self._has_keys = endpoint, security is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1) if beside is None else beside._context
         self._socket = self._context.socket(zmq.DEALER)
         _limit(self._socket, endpoint)
@@ -192,6 +193,7 @@ class DealerSocket:
             self._socket.set(zmq.CURVE_SERVERKEY, security.server_key)
             self._socket.set(zmq.CURVE_PUBLICKEY, security.public_key)
             self._socket.set(zmq.CURVE_SECRETKEY, security.secret_key)
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_REFUSED)
         self._poller = zmq.Poller()
         try:
             self._socket.connect(endpoint)
@@ -210,6 +212,16 @@ class DealerSocket:
     def can_send(self) -> bool:
         """Whether a connection is established (keys accepted) and takes more messages."""
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+
+    def why_silent(self) -> str:
+        """For the log, when nothing has come for long: the other end refuses us, or nobody is there."""
+        if not self._monitor.poll(0):
+            return f"no router answers at {self._endpoint}: is it running, and do firewalls let its port through?"
+        keys = "it does not know our keys, or has none" if self._has_keys else "it wants keys, and we have none"
+        return (
+            f"the router at {self._endpoint} refuses the connection: {keys}. Set security.keys_dir (--keys) to a "
+            "directory with server.pub, client.pub and client.key of its cluster"
+        )
 
     def register(self, fd: int) -> None:
         """Also wake `wait` when this descriptor becomes readable."""
@@ -239,6 +251,8 @@ class DealerSocket:
     def close(self, linger_s: float = 0.0) -> None:
         """Close; messages not sent within `linger_s` are dropped. Idempotent."""
         if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
             self._socket.close(int(linger_s * 1000))
             if self._owns_context:
                 self._context.term()
