@@ -60,14 +60,14 @@ class MemoryChannel:
         if self.num_units >= self.fail_after:
             raise ChannelError("cut")
         self.num_units += 1
-        runs = self._receiver.claim(P0, unit.header)
+        runs = self._receiver.claim(P0, unit.header, self.kind)
         if runs is not None:
             for there, here in zip(self._target.views(runs), self._source.views(unit.source), strict=True):
                 there[:] = here
             if self.corrupt:
                 view = self._target.views(runs)[0]
                 view[0] = view[0] ^ 1
-            self._receiver.arrived(P0, unit.header, self.kind)
+            self._receiver.arrived(P0, unit.header)
         self._done.append(UnitResult(header=unit.header))
 
     def poll(self, timeout_s: float) -> Sequence[UnitResult]:
@@ -211,7 +211,7 @@ def test_a_cut_channel_settles_the_send_and_what_landed_stays(pair: Pair) -> Non
     pair.sender.begin_step((plan(0, SOURCE, ready=5),))
     pair.wait(lambda: pair.settled)
     assert pair.settled[0][1] is False
-    pair.receiver.lost(P0, "cut")
+    pair.receiver.lost(P0, "cut", "memory")
     pair.wait(lambda: pair.facts)
     assert isinstance(pair.facts[0], Fenced) and pair.facts[0].num_valid == 2
 
@@ -280,3 +280,90 @@ def test_how_many_units_carry_a_digest(every: int) -> None:
         assert same_bytes(pair, SOURCE, TARGET)
     finally:
         pair.close()
+
+
+def test_whoever_asks_again_about_an_ended_send_gets_its_answer(pair: Pair) -> None:
+    """Cancelled before its request came, forgotten again with it: the scheduler half must not wait for ever."""
+    pair.sender.forget("t", "cancelled early")
+    pair.wait(lambda: len(pair.settled) == 1)
+    run_step(pair, (plan(0, SOURCE),))
+    pair.sender.forget("t", "request over")
+    pair.wait(lambda: len(pair.settled) == 2)
+    assert pair.settled == [("t", False, "cancelled early")] * 2
+
+
+def test_an_abort_before_its_grant_stops_a_late_grant(pair: Pair) -> None:
+    pair.sender.abort("d0", "t", 1, "changed its mind")
+    pair.wait(lambda: pair.settled)
+    pair.grant(TARGET)
+    run_step(pair, (plan(0, SOURCE, ready=5),))
+    pair.sender.forget("t", "over")
+    pair.wait(lambda: len(pair.settled) == 2)
+    assert pair.channel.num_units == 0
+
+
+def test_a_restarted_decode_does_not_get_its_predecessors_blocks(pair: Pair) -> None:
+    pair.channel.peer = PeerId(engine_id="d0", incarnation=2, rank=0)
+    pair.expect(TARGET)
+    pair.grant(TARGET)
+    run_step(pair, (plan(0, SOURCE, ready=5),))
+    pair.wait(lambda: pair.settled)
+    assert pair.settled[0][1] is False and "restarted" in pair.settled[0][2]
+    assert pair.channel.num_units == 0
+
+
+class OneConnection:
+    """An endpoint as the receiver sees it: which peers are connected, what was told and fenced."""
+
+    writes_here = False
+
+    def __init__(self, kind: str, peers: list[PeerId]) -> None:
+        self.kind, self.peers = kind, peers
+        self.fenced: list[PeerId] = []
+
+    def has(self, peer: PeerId) -> bool:
+        return peer in self.peers
+
+    def tell(self, peer: PeerId, control: Control) -> None:
+        if peer not in self.peers:
+            raise ChannelError("not connected")
+
+    def fence(self, peer: PeerId) -> None:
+        self.fenced.append(peer)
+
+    def attend(self, active: bool) -> None: ...
+
+
+def receiver_with(endpoints: list[OneConnection], facts: list[ToScheduler]) -> Receiver:
+    receiver = Receiver(0, Kv(3).region, facts.append, SYSTEM_CLOCK, 0.01, lambda: [P0])
+    receiver.start(endpoints)  # type: ignore[arg-type]
+    receiver.expect(Expect(transfer_id="t", epoch=1, prefill_id="p0", first_block=0, block_ids=TARGET))
+    return receiver
+
+
+def test_a_retired_connection_that_closes_hurts_nobody() -> None:
+    """The pool closes a replaced tcp channel after a while; the grant runs over nixl."""
+    facts: list[ToScheduler] = []
+    tcp, nixl = OneConnection("tcp", []), OneConnection("nixl", [P0])
+    receiver = receiver_with([tcp, nixl], facts)
+    try:
+        receiver.lost(P0, "closed there", "tcp")
+        assert not facts and receiver._incoming["t", 1].revoked == ""
+    finally:
+        receiver.close()
+
+
+def test_a_peer_that_pushes_is_fenced_unless_it_drains() -> None:
+    """Its last connection lost: quiet. Connected and silent: fenced after the drain deadline."""
+    facts: list[ToScheduler] = []
+    nixl = OneConnection("nixl", [P0])
+    receiver = receiver_with([nixl], facts)
+    try:
+        receiver.revoke("t", 1, "deadline")
+        for _ in range(500):
+            if facts:
+                break
+            threading.Event().wait(0.01)
+        assert isinstance(facts[0], Fenced) and nixl.fenced == [P0]
+    finally:
+        receiver.close()

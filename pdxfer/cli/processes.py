@@ -34,6 +34,7 @@ def router_settings(config: Config) -> RouterSettings:
         allow_insecure=config.security.allow_insecure,
         heartbeat_s=router.heartbeat_s,
         missed_heartbeats=router.missed_heartbeats,
+        settle_s=2 * config.router.heartbeat_s,
         forget_s=router.forget_s,
         min_remote_tokens=router.min_remote_tokens,
         max_queue=router.max_queue,

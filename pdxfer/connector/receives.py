@@ -122,6 +122,10 @@ class Receives:
         finished = set(output.finished_recving or ())
         for receive in list(self._by_request.values()):
             if receive.abandoned:
+                verdict = self._verdicts.get(receive.request_id)
+                if verdict is not None and not verdict <= output.invalid_block_ids:
+                    continue  # its blocks must not be reused before the step that names them as invalid
+                self._verdicts.pop(receive.request_id, None)
                 if receive.request_id not in self._told_over:
                     self._told_over.add(receive.request_id)
                     finished.add(receive.request_id)

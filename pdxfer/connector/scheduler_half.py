@@ -7,6 +7,7 @@ link's threads wait in the member's inbox, which every hook empties first.
 import logging
 import queue
 from dataclasses import dataclass
+from types import NoneType
 
 from pdxfer.connector.compat import BlockPool, KVCacheBlocks, KVConnectorOutput, Request, SchedulerOutput
 from pdxfer.connector.member import EngineFacts, Member
@@ -48,7 +49,7 @@ class SchedulerHalf:
         self._references = References()
         self._receives = Receives(settings.engine_id, facts, self._member, self._references)
         self._sends = Sends(facts, self._member, self._references)
-        self._early: dict[str, Started | LegFailed] = {}
+        self._early: dict[str, Started | LegFailed | CancelGrant] = {}
         """Messages about transfers whose request has not arrived yet (bounded)."""
 
     def bind(self, pool: BlockPool) -> None:
@@ -165,7 +166,9 @@ class SchedulerHalf:
                 self._sends.cancel(send, message.reason)
             case Grant(), None:
                 self._member.leg_failed(transfer_id, "prefill", "prefill has forgotten this transfer")
-            case (Started() | LegFailed()), None:
+            case Grant(), Send() as send:
+                send.granted = True
+            case (Started() | LegFailed() | CancelGrant()), None:
                 self._remember(message)
             case Refused(), _:
                 log.error("the router refuses this engine: %s", message.reason)
@@ -174,9 +177,9 @@ class SchedulerHalf:
             case _:
                 log.debug("ignored %s", message)
 
-    def _remember(self, message: Started | LegFailed) -> None:
-        """A failure outlives a start."""
-        if not isinstance(self._early.get(message.transfer_id), LegFailed):
+    def _remember(self, message: Started | LegFailed | CancelGrant) -> None:
+        """An end outlives a start."""
+        if isinstance(self._early.get(message.transfer_id), Started | NoneType):
             self._early[message.transfer_id] = message
         while len(self._early) > self._settings.max_early:
             self._early.pop(next(iter(self._early)))

@@ -161,5 +161,8 @@ class Sends:
 
     @property
     def holds_blocks(self) -> bool:
-        """References are out that will come back by themselves."""
-        return any(send.held for send in self._by_request.values())
+        """Blocks of requests that are over come back soon, by themselves: worth waiting for instead of preempting.
+
+        Blocks of a prompt that is still being computed do not count: it may need the very step that would be put off.
+        """
+        return any(s.request_over and s.held and (s.granted or s.ending) for s in self._by_request.values())

@@ -150,6 +150,8 @@ class Send:
     held: list[int] = field(default_factory=list)
     """Our references: block ids that go back when all ranks have settled."""
     started: bool = False
+    granted: bool = False
+    """Decode wants it: its blocks come back by themselves once the prompt is computed."""
     computed: bool = False
     """The end of prefill was stamped."""
     settled: set[int] = field(default_factory=set)

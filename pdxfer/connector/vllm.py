@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdxfer.connector.compat import (
     BlockPool,
+    FullAttentionSpec,
     KVCacheBlocks,
     KVCacheConfig,
     KVConnectorBase_V1,
@@ -27,6 +28,7 @@ from pdxfer.connector.compat import (
     VllmConfig,
 )
 from pdxfer.connector.member import EngineFacts
+from pdxfer.connector.rest import rest_between_steps
 from pdxfer.connector.scheduler_half import SchedulerHalf, StepMeta
 from pdxfer.connector.settings import ConnectorSettings, settings_from
 from pdxfer.connector.stats import PdxferPromMetrics, PdxferStats
@@ -61,6 +63,7 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
+        rest_between_steps()
         settings = settings_from(vllm_config)
         _refuse_unsupported(vllm_config, kv_cache_config)
         self._settings = settings
@@ -224,6 +227,14 @@ def _refuse_unsupported(config: VllmConfig, kv_config: KVCacheConfig) -> None:
             f"this model has {len(kv_config.kv_cache_groups)} KV cache groups ({', '.join(kinds)}); pdxfer moves "
             "models with one. Sliding-window models: add --disable-hybrid-kv-cache-manager; Mamba hybrids are refused"
         )
+    spec = kv_config.kv_cache_groups[0].kv_cache_spec
+    inner = getattr(spec, "kv_cache_specs", None)
+    for layer in inner.values() if isinstance(inner, dict) else [spec]:
+        if type(layer) is not FullAttentionSpec:
+            raise ConfigError(
+                f"this model's KV cache is {type(layer).__name__}; pdxfer moves plain full attention only (others drop "
+                "blocks while a request runs, or are not tested). Serve it without pdxfer"
+            )
 
 
 __all__ = ["ConnectorSettings", "PdxferConnector"]

@@ -118,6 +118,9 @@ def layout_of(tensors: list[torch.Tensor], num_blocks: int, block_size: int) -> 
         raise ConfigError(f"KV cache lies in {len(storages)} storages; one is supported. Do not set hybrid KV options")
     base = storages.pop()
     first = tensors[0]
+    kinds = {(tuple(t.shape), t.stride(), t.dtype) for t in tensors}
+    if len(kinds) != 1:
+        raise ConfigError(f"the layers' KV tensors are of {len(kinds)} kinds: mixed caches are not moved yet")
     ratio, rest = divmod(first.shape[0], num_blocks)
     if rest or ratio < 1:
         raise ConfigError(f"KV tensor has {first.shape[0]} blocks for a pool of {num_blocks}: unknown layout")

@@ -32,6 +32,8 @@ class Job:
 
     transfer_id: str
     epoch: int
+    incarnation: int
+    """Of the engine that granted: its next life must not get these bytes."""
     area: Area
     target_blocks: tuple[int, ...]
     ready: Callable[[], None] | None
@@ -154,7 +156,12 @@ class Lane:
                 if self._stop:
                     return
                 job = self._take()
-            self._advance(job)
+            try:
+                self._advance(job)
+            except Exception as error:
+                # A bug must not end the only thread that sends to this peer: its transfers fail, the next ones go on.
+                log.exception("lane to %s failed: please report this", self.engine_id)
+                self._fail_all(f"bug in the sender: {error}")
 
     def _take(self) -> Job | None:
         if not self._jobs or sum(self._in_flight.values()) >= MAX_IN_FLIGHT:
@@ -180,6 +187,9 @@ class Lane:
     def _write(self, job: Job) -> None:
         key = (job.transfer_id, job.epoch)
         channel = self._channel(key)
+        if channel.peer.incarnation != job.incarnation:
+            self._channels.pop(key, None)
+            raise ChannelError(f"{self.engine_id} has restarted since its grant")
         if job.ready is not None:
             job.ready()
         area = job.area
@@ -251,6 +261,12 @@ class Lane:
             raise ChannelError(f"no channel to {self.engine_id} is open; the log of this process says why")
         self._channels[key] = channel
         return channel
+
+    def _fail_all(self, reason: str) -> None:
+        with self._changed:
+            waiting = {key[:2] for key in self._jobs}
+        for key in waiting | set(self._channels) | set(self._in_flight):
+            self._fail(key, reason)
 
     def _fail(self, key: tuple[str, int], reason: str) -> None:
         """Close the transfer's channel, and give up every transfer that uses it."""

@@ -232,6 +232,7 @@ class Node:
         if pool is not None:
             pool.update(list(peers.nodes), peers.secret)
             pool.announce()
+        self.sender.keep_lanes(frozenset(node.engine_id for node in peers.nodes))
 
     def _on_ready(self, peer: PeerId, kind: str, reason: str) -> None:
         router = self._router
@@ -271,10 +272,10 @@ class _KindSink:
         self._node, self._kind = node, kind
 
     def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
-        return self._node.receiver.claim(peer, header)
+        return self._node.receiver.claim(peer, header, self._kind)
 
     def arrived(self, peer: PeerId, header: UnitHeader) -> bool:
-        return self._node.receiver.arrived(peer, header, self._kind)
+        return self._node.receiver.arrived(peer, header)
 
     def failed(self, peer: PeerId, header: UnitHeader, reason: str) -> None:
         self._node.receiver.failed(peer, header, reason)
@@ -290,4 +291,4 @@ class _KindSink:
             self._node.receiver.control(peer, control)
 
     def lost(self, peer: PeerId, reason: str) -> None:
-        self._node.receiver.lost(peer, reason)
+        self._node.receiver.lost(peer, reason, self._kind)

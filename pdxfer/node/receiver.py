@@ -39,11 +39,16 @@ class _Incoming:
     expect: Expect
     landed: npt.NDArray[np.bool_]
     """Shape [blocks of the grant, layers]."""
+    claimed_cells: npt.NDArray[np.bool_]
+    """Same shape: claimed once, so no unit is written twice."""
+    peer: PeerId | None = None
+    """Who writes; known with the first claim."""
+    channel: str = ""
+    """Kind of channel it comes over; known with the first claim."""
     claims: int = 0
     """Writes under way here (channels whose last hop is ours)."""
     num_units: int = 0
     num_bytes: int = 0
-    channel: str = ""
     revoked: str = ""
     """Why; empty while units are welcome."""
     drain_by: float = 0.0
@@ -57,8 +62,16 @@ class _Incoming:
 
     def cells(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
         """The part of `landed` that a unit covers; a view."""
+        return self.landed[self._area(header)]
+
+    def claimed(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
+        """The same part of `claimed_cells`."""
+        return self.claimed_cells[self._area(header)]
+
+    def _area(self, header: UnitHeader) -> tuple[slice, slice]:
         at = header.first_block - self.expect.first_block
-        return self.landed[at : at + header.num_blocks, header.first_layer : header.first_layer + header.num_layers]
+        layers = slice(header.first_layer, header.first_layer + header.num_layers)
+        return slice(at, at + header.num_blocks), layers
 
     @property
     def num_valid(self) -> int:
@@ -85,6 +98,7 @@ class Receiver:
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._endpoints: Sequence[Endpoint] = ()
         self._changed = threading.Condition()
+        self._attending = threading.Lock()
         self._stop = False
         self.num_rejected = 0
         """Units that were refused: unknown, stale, out of bounds, twice."""
@@ -114,7 +128,7 @@ class Receiver:
         with self._changed:
             if key in self._incoming or key in self._ended:
                 return
-            self._incoming[key] = _Incoming(expect, np.zeros(shape, dtype=np.bool_))
+            self._incoming[key] = _Incoming(expect, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
             self._changed.notify_all()
         self._attend()
 
@@ -129,8 +143,8 @@ class Receiver:
 
     # ---- Sink ----------------------------------------------------------------------------------------------------
 
-    def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
-        """Destination runs for one write, or None: not wanted."""
+    def claim(self, peer: PeerId, header: UnitHeader, kind: str = "") -> Runs | None:
+        """Destination runs for one write, or None: not wanted. `kind` names the channel it comes over."""
         key = (header.transfer_id, header.epoch)
         with self._changed:
             self._changed.wait_for(lambda: self._known(key), timeout=CLAIM_WAIT_S)
@@ -139,12 +153,14 @@ class Receiver:
                 self.num_rejected += 1
                 return None
             incoming.claims += 1
+            incoming.claimed(header)[:] = True
+            incoming.peer, incoming.channel = peer, kind
         at = header.first_block - incoming.expect.first_block
         ids = incoming.expect.block_ids[at : at + header.num_blocks]
         return block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
 
-    def arrived(self, peer: PeerId, header: UnitHeader, kind: str = "") -> bool:
-        """Verify, count, release the claim; `kind` names the channel it came over."""
+    def arrived(self, peer: PeerId, header: UnitHeader) -> bool:
+        """Verify, count, release the claim."""
         incoming = self._incoming.get((header.transfer_id, header.epoch))
         if incoming is None:
             return False
@@ -158,7 +174,6 @@ class Receiver:
                 incoming.cells(header)[:] = True
                 incoming.num_units += 1
                 incoming.num_bytes += header.num_bytes
-                incoming.channel = kind
                 complete = bool(incoming.landed.all())
                 if complete:
                     self._retire(incoming)
@@ -199,12 +214,19 @@ class Receiver:
                 return
         self._begin_revoke(incoming, f"{peer.engine_id}: {control.reason or 'stopped'}")
 
-    def lost(self, peer: PeerId, reason: str) -> None:
-        """That peer cannot write on this channel any more; what it had not delivered is missing."""
+    def lost(self, peer: PeerId, reason: str, kind: str = "") -> None:
+        """A connection of that peer ended: what came over it, and what could come over no other one, is missing."""
+        if any(e.kind == kind and e.has(peer) for e in self._endpoints):
+            return
+        elsewhere = any(e.has(peer) for e in self._endpoints)
         with self._changed:
             theirs = [i for i in self._incoming.values() if i.expect.prefill_id == peer.engine_id]
         for incoming in theirs:
-            incoming.peer_stopped = True
+            if incoming.peer is None and (elsewhere or peer not in self._peers()):
+                continue
+            if incoming.peer is not None and (incoming.peer, incoming.channel) != (peer, kind):
+                continue
+            incoming.peer_stopped = incoming.peer_stopped or not elsewhere
             self._begin_revoke(incoming, f"connection to {peer.engine_id} lost: {reason}")
 
     def expects(self, header: UnitHeader) -> bool:
@@ -226,7 +248,7 @@ class Receiver:
             return False
         if header.num_bytes != header.num_blocks * header.num_layers * self._region.layout.block_bytes:
             return False
-        return not bool(incoming.cells(header).any())
+        return not bool(incoming.claimed(header).any())
 
     def _verify(self, incoming: _Incoming, at: int, header: UnitHeader) -> bool:
         if not header.digest or not self._region.host:
@@ -281,10 +303,18 @@ class Receiver:
                     self._changed.wait(0.02 if revoked else 5.0)
                     continue
             for incoming in revoked:
-                if self._is_quiet(incoming):
-                    self._fenced(incoming)
-                elif self._clock.now() >= incoming.drain_by:
-                    self._fence(incoming)
+                try:
+                    self._finish(incoming)
+                except Exception:
+                    # Without this thread no failed receive would ever end; the grant stays revoked and is tried again.
+                    log.exception("cannot fence %s: please report this", incoming.expect.transfer_id)
+                    incoming.drain_by = self._clock.now() + self._drain_s
+
+    def _finish(self, incoming: _Incoming) -> None:
+        if self._is_quiet(incoming):
+            self._fenced(incoming)
+        elif self._clock.now() >= incoming.drain_by:
+            self._fence(incoming)
 
     def _is_quiet(self, incoming: _Incoming) -> bool:
         """Nothing of this grant can land: no claim is held, and no peer writes by itself (or it has stopped)."""
@@ -297,7 +327,7 @@ class Receiver:
         )
         for peer in self._peers_of(incoming):
             for endpoint in self._endpoints:
-                if endpoint.writes_here or incoming.pushed:
+                if endpoint.writes_here or incoming.pushed or not incoming.told:
                     endpoint.fence(peer)
         self._fenced(incoming)
 
@@ -333,10 +363,11 @@ class Receiver:
         return True
 
     def _attend(self) -> None:
-        with self._changed:
-            active = bool(self._incoming)
-        for endpoint in self._endpoints:
-            endpoint.attend(active)
+        with self._attending:  # the last to apply has seen the latest state
+            with self._changed:
+                active = bool(self._incoming)
+            for endpoint in self._endpoints:
+                endpoint.attend(active)
 
     def _peers_of(self, incoming: _Incoming) -> list[PeerId]:
         return [p for p in self._peers() if p.engine_id == incoming.expect.prefill_id]

@@ -56,7 +56,12 @@ class _Abort:
     reason: str
 
 
-_Event = _Step | _Layers | _Forget | _Abort | Grant | Report
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    engine_ids: frozenset[str]
+
+
+_Event = _Peers | _Step | _Layers | _Forget | _Abort | Grant | Report
 
 
 @dataclass(slots=True)
@@ -94,7 +99,8 @@ class Sender:
         self._open_lane, self._on_settled = open_lane, on_settled
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._transfers: OrderedDict[str, _Outgoing] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[bool, str]] = OrderedDict()
+        """Transfer → (delivered, reason): whoever asks again gets the same answer."""
         self._lanes: dict[str, Lane] = {}
         self._step: tuple[SendPlan, ...] = ()
         self._thread = threading.Thread(target=self._run, name="pdxfer-sender", daemon=True)
@@ -122,6 +128,10 @@ class Sender:
         """The receiver takes its grant back: stop, and answer Drained even if all was sent long ago."""
         self._events.put(_Abort(engine_id, transfer_id, epoch, reason))
 
+    def keep_lanes(self, engine_ids: frozenset[str]) -> None:
+        """Close the lanes of engines that are no peers any more (router client's thread)."""
+        self._events.put(_Peers(engine_ids))
+
     def close(self) -> None:
         """Stop all lanes and the thread."""
         self._events.put(None)
@@ -134,25 +144,35 @@ class Sender:
     def _run(self) -> None:
         unpin_current_thread()
         while (event := self._events.get()) is not None:
-            match event:
-                case _Step():
-                    self._begin(event.plans)
-                case _Layers():
-                    self._layers(event)
-                case Grant():
-                    self._granted(event)
-                case _Forget():
-                    self._end(event.transfer_id, event.reason)
-                case _Abort():
-                    self._aborted(event)
-                case AreaDone():
-                    self._area_done(event)
-                case UnitLost():
-                    self._end(event.transfer_id, event.reason)
-                case LaneIdle():
-                    self._idle(event)
-                case LaneFailed():
-                    self._lane_failed(event)
+            try:
+                self._handle(event)
+            except Exception:
+                # A bug must not cost the engine its only sending thread; the transfer ends by its deadline.
+                log.exception("sender: %s failed: please report this", type(event).__name__)
+
+    def _handle(self, event: _Event) -> None:
+        match event:
+            case _Step():
+                self._begin(event.plans)
+            case _Layers():
+                self._layers(event)
+            case Grant():
+                self._granted(event)
+            case _Forget():
+                self._end(event.transfer_id, event.reason)
+            case _Abort():
+                self._aborted(event)
+            case AreaDone():
+                self._area_done(event)
+            case UnitLost():
+                self._end(event.transfer_id, event.reason)
+            case LaneIdle():
+                self._idle(event)
+            case LaneFailed():
+                self._lane_failed(event)
+            case _Peers():
+                for engine_id in self._lanes.keys() - event.engine_ids:
+                    self._close_lane(engine_id)
 
     def _begin(self, plans: tuple[SendPlan, ...]) -> None:
         self._step = plans
@@ -222,7 +242,7 @@ class Sender:
         for piece in wanted.split(self._chunk_blocks):
             at = piece.first_block - grant.first_block
             targets = tuple(grant.block_ids[at : at + len(piece.block_ids)])
-            lane.offer(Job(transfer.transfer_id, grant.epoch, piece, targets, ready))
+            lane.offer(Job(transfer.transfer_id, grant.epoch, grant.decode_incarnation, piece, targets, ready))
 
     def _lane(self, engine_id: str) -> Lane:
         if engine_id not in self._lanes:
@@ -243,8 +263,8 @@ class Sender:
         """Stop a transfer; it settles when its lane has nothing posted any more."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            if transfer_id not in self._ended:
-                self._settle(_Outgoing(transfer_id), False, reason)
+            delivered, why = self._ended.get(transfer_id, (False, reason))
+            self._settle(_Outgoing(transfer_id), delivered, why)
             return
         if transfer.ending:
             return
@@ -257,11 +277,15 @@ class Sender:
         self._lanes[transfer.grant.decode_id].drop(transfer_id, transfer.grant.epoch, farewell)
 
     def _aborted(self, abort: _Abort) -> None:
-        if abort.transfer_id in self._transfers:
+        """Answer Drained whatever we know of it; a Grant that comes later finds the transfer ended."""
+        transfer = self._transfers.get(abort.transfer_id)
+        if transfer is not None and transfer.grant is not None:
             self._end(abort.transfer_id, abort.reason)
-        else:
-            farewell = Drained(transfer_id=abort.transfer_id, epoch=abort.epoch, complete=False)
-            self._lane(abort.engine_id).tell(farewell)
+            return
+        if transfer is not None or abort.transfer_id not in self._ended:
+            self._settle(transfer or _Outgoing(abort.transfer_id), False, abort.reason)
+        farewell = Drained(transfer_id=abort.transfer_id, epoch=abort.epoch, complete=False)
+        self._lane(abort.engine_id).tell(farewell)
 
     def _idle(self, idle: LaneIdle) -> None:
         transfer = self._transfers.get(idle.transfer_id)
@@ -274,9 +298,15 @@ class Sender:
             if transfer is not None and transfer.grant is not None and transfer.grant.epoch == epoch:
                 self._settle(transfer, False, failed.reason)
 
+    def _close_lane(self, engine_id: str) -> None:
+        self._lanes.pop(engine_id).close()
+        for transfer in list(self._transfers.values()):
+            if transfer.grant is not None and transfer.grant.decode_id == engine_id:
+                self._settle(transfer, False, f"{engine_id} is no peer any more")
+
     def _settle(self, transfer: _Outgoing, delivered: bool, reason: str) -> None:
         self._transfers.pop(transfer.transfer_id, None)
-        self._ended[transfer.transfer_id] = None
+        self._ended[transfer.transfer_id] = (delivered, reason)
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._on_settled(transfer.transfer_id, delivered, reason)

@@ -5,6 +5,7 @@ lists of peers for the workers, and the reasons why nothing is ready. Ending tra
 told about each lost engine.
 """
 
+import math
 from collections.abc import Callable
 
 from pdxfer.router.eligibility import Mismatches, is_eligible, may_exchange, peer_node, reasons
@@ -48,6 +49,7 @@ class Cluster:
         self._pairs: dict[str, Pairs] = {}
         """By model; empty after any change."""
         self._peers_changed = False
+        self._first_tick = math.inf
 
     # ---- hellos ----------------------------------------------------------------------------------------------
 
@@ -139,7 +141,8 @@ class Cluster:
                 self.remove(engine, f"silent for {self._settings.forget_s:g} s, forgotten")
             elif silent_s > self._settings.suspect_s and not engine.is_suspect:
                 self.suspect(engine, f"no heartbeat for {silent_s:.1f} s")
-        if self._peers_changed:
+        self._first_tick = min(self._first_tick, now)
+        if self._peers_changed and now >= self._first_tick + self._settings.settle_s:
             self._peers_changed = False
             self._tell_peers()
 

@@ -20,6 +20,9 @@ class RouterSettings:
     """Interval at which members report."""
     missed_heartbeats: int = 3
     """An engine that missed this many is suspect: no new pairings, its transfers go on without it."""
+    settle_s: float = 0.0
+    """After the start, members are told of their peers only this long later: a restarted router must not name the
+    first to come back no peers, for they would cut each other off. The launcher sets two heartbeats."""
     forget_s: float = 60.0
     """A silent engine is forgotten after this long."""
     min_remote_tokens: int = 256

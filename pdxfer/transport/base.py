@@ -190,6 +190,10 @@ class Endpoint(Protocol):
         """Open a channel to a peer. Raises ChannelError with what to check."""
         ...
 
+    def has(self, peer: PeerId) -> bool:
+        """Whether that peer has a connection to this endpoint over which it could write."""
+        ...
+
     def tell(self, peer: PeerId, control: Control) -> None:
         """Receiver → sender control, on the connection the peer opened. Raises ChannelError when it is gone."""
         ...

@@ -15,11 +15,13 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
 
+from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.core.errors import ChannelError, ConfigError, PdxferError, ProtocolError
 from pdxfer.kv.layout import KvLayout
@@ -227,15 +229,26 @@ class LocalChannel(StreamChannel):
     def __init__(self, endpoint: LocalEndpoint, peer: PeerId, frames: FrameSocket) -> None:
         super().__init__(endpoint, peer, frames)
         self._offered: deque[UnitHeader] = deque()
+        self._answered_at = 0.0
 
     def write(self, unit: OutgoingUnit) -> None:
         """Offer a unit; the reader answers in order."""
+        if not self._offered:
+            self._answered_at = SYSTEM_CLOCK.now()
         self._offered.append(unit.header)
         self._send(FrameType.UNIT, _encode(msgspec.structs.replace(unit.header, source_blocks=unit.source_blocks)))
+
+    def poll(self, timeout_s: float) -> Sequence[UnitResult]:
+        """As any stream's; a reader that answers nothing for write_timeout_s (stopped?) is given up."""
+        limit_s = self._endpoint.options.write_timeout_s
+        if self._offered and SYSTEM_CLOCK.now() > self._answered_at + limit_s:
+            self._die(f"the reader has answered nothing for {limit_s:g} s")
+        return super().poll(timeout_s)
 
     def _result(self, error: str) -> None:
         if not self._offered:
             raise ProtocolError("RESULT frame without a unit in flight")
+        self._answered_at = SYSTEM_CLOCK.now()
         self._finished(UnitResult(header=self._offered.popleft(), error=error))
 
 

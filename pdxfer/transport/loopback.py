@@ -149,6 +149,10 @@ class LoopbackEndpoint:
             target._incoming.append(channel)
         return channel
 
+    def has(self, peer: PeerId) -> bool:
+        """See Endpoint."""
+        return any(c.endpoint.me == peer and not c.dead for c in list(self._incoming))
+
     def tell(self, peer: PeerId, control: Control) -> None:
         """See Endpoint."""
         for channel in list(self._incoming):

@@ -49,6 +49,11 @@ class NixlAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 _address_decoder = msgspec.msgpack.Decoder(NixlAddress)
 
 
+def group_of(engine_id: str, num_groups: int) -> int:
+    """Which of a receiver's agents this engine writes into: spread by name, the same on both sides."""
+    return hashlib.blake2b(engine_id.encode(), digest_size=4).digest()[0] % num_groups
+
+
 class NixlEndpoint:
     """See Endpoint."""
 
@@ -137,16 +142,18 @@ class NixlEndpoint:
             raise ChannelError(f"nixl to {describe(peer)}: {error}") from error
         return channel
 
+    def has(self, peer: PeerId) -> bool:
+        """See Endpoint."""
+        return any(target.has(peer) for target in self._targets)
+
     def tell(self, peer: PeerId, control: Control) -> None:
         """See Endpoint."""
         if not any([target.tell(peer, control) for target in self._targets if target.has(peer)]):
             raise ChannelError(f"{describe(peer)} has no nixl channel to this node")
 
     def fence(self, peer: PeerId) -> None:
-        """Replaces the agent of the peer's group; our address changes."""
-        for target in self._targets:
-            if target.has(peer):
-                target.renew(f"fenced because of {describe(peer)}")
+        """Replaces the agent of the peer's group, session or not; our address changes."""
+        self._targets[group_of(peer.engine_id, len(self._targets))].renew(f"fenced because of {describe(peer)}")
 
     def attend(self, active: bool) -> None:
         """See Endpoint."""
@@ -184,8 +191,7 @@ class NixlEndpoint:
         return there
 
     def _group(self, num_groups: int) -> int:
-        """Which of a peer's agents we write into: spread by name, the same each time."""
-        return hashlib.blake2b(self.me.engine_id.encode(), digest_size=4).digest()[0] % num_groups
+        return group_of(self.me.engine_id, num_groups)
 
     def _remember(self, channel: NixlChannel) -> None:
         with self._lock:

@@ -124,13 +124,9 @@ class Target:
             self._sink.lost(peer, "this node is closing")
 
     def lose(self, session: Session, reason: str) -> None:
-        """A peer is gone, or must go."""
-        if self.active:
-            log.info("nixl: cutting off %s: %s", describe(session.peer), reason)
-            self.renew(reason)
-            return
-        if self._forget(session):
-            self._sink.lost(session.peer, reason)
+        """A peer is gone, or must go: with a new agent, for a forgotten session could still write into the old one."""
+        log.info("nixl: cutting off %s: %s", describe(session.peer), reason)
+        self.renew(reason)
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 

@@ -227,7 +227,7 @@ class ChannelPool:
             channel = endpoint.connect(peer.id, address, CONNECT_TIMEOUT_S)
             channel.probe(CONNECT_TIMEOUT_S)
             return channel
-        except PdxferError as error:
+        except (PdxferError, OSError) as error:
             if channel is not None:
                 channel.close()
             with self._changed:

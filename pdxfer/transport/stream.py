@@ -99,6 +99,10 @@ class StreamEndpoint:
             if connection.peer is not None and not self.admission.admits(connection.peer):
                 connection.frames.cut()
 
+    def has(self, peer: PeerId) -> bool:
+        """See Endpoint."""
+        return any(c.peer == peer and not c.frames.closing for c in self._connections())
+
     def tell(self, peer: PeerId, control: Control) -> None:
         """See Endpoint."""
         for connection in self._connections():

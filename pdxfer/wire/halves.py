@@ -188,6 +188,9 @@ class _Link:
                     self._receive(socket, socket.recv_multipart())
                 except ProtocolError as error:
                     log.warning("dropped a message between halves: %s", error)
+                except Exception:
+                    # Facts must go on flowing: without them no transfer of this engine would ever end.
+                    log.exception("a message between halves failed")
 
     def _open(self) -> "zmq.Socket[bytes]":
         raise AssertionError("subclass")
