@@ -16,6 +16,7 @@ BUILT_IN = {
     "local": "pdxfer.transport.local:LocalEndpoint",
     "nixl": "pdxfer.transport.nixl:NixlEndpoint",
     "tcp": "pdxfer.transport.tcp:TcpEndpoint",
+    "ucx": "pdxfer.transport.ucx:UcxEndpoint",
 }
 
 

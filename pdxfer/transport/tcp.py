@@ -56,7 +56,7 @@ class TcpEndpoint(StreamEndpoint):
             return str(error)
         return ""
 
-    def connect(self, peer: PeerId, address: bytes, timeout_s: float) -> "TcpChannel":
+    def connect(self, peer: PeerId, address: bytes, timeout_s: float) -> StreamChannel:
         """See Endpoint."""
         where = decode(address, _address_decoder)
         secret = self.admission.secret_for(peer, timeout_s)
@@ -64,19 +64,23 @@ class TcpEndpoint(StreamEndpoint):
             sock = socket.create_connection((where.host, where.port), timeout_s)
         except OSError as error:
             raise ChannelError(
-                f"tcp to {describe(peer)} at {where.host}:{where.port}: {error}; check network.advertise there and "
-                "firewalls on the way"
+                f"{self.kind} to {describe(peer)} at {where.host}:{where.port}: {error}; check network.advertise there "
+                "and firewalls on the way"
             ) from error
         self.tune(sock)
         frames = FrameSocket(sock, timeout_s)
         try:
             admission.enter(frames, self.kind, self.me, peer, secret)
             frames.set_timeout(self.options.write_timeout_s)
-            channel = TcpChannel(self, peer, frames)
-            channel.start()
+            return self.open_channel(peer, frames, timeout_s)
         except PdxferError as error:
             frames.close()
-            raise ChannelError(f"tcp to {describe(peer)} at {where.host}:{where.port}: {error}") from error
+            raise ChannelError(f"{self.kind} to {describe(peer)} at {where.host}:{where.port}: {error}") from error
+
+    def open_channel(self, peer: PeerId, frames: FrameSocket, timeout_s: float) -> StreamChannel:
+        """The channel over a connection past its handshake, started."""
+        channel = TcpChannel(self, peer, frames)
+        channel.start()
         return channel
 
     def tune(self, sock: socket.socket) -> None:

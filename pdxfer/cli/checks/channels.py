@@ -26,6 +26,12 @@ agent = nixl.nixl_agent("doctor", nixl.nixl_agent_config(enable_prog_thread=Fals
 agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
 print("pdxfer-ok", name)
 """
+_UCX = """
+from pdxfer.transport.base import EndpointOptions
+from pdxfer.transport.ucx_link import Ucx, UcxLink
+UcxLink(Ucx(EndpointOptions()), 1, 0).close()
+print("pdxfer-ok")
+"""
 _CMA_TARGET = """
 import ctypes, os, sys
 try:
@@ -50,8 +56,8 @@ def _try(kind: str) -> str:
     """Empty if this kind works here, else why not."""
     if kind == "local":
         return try_cma()
-    if kind == "nixl":
-        return _try_nixl()
+    if kind in ("nixl", "ucx"):
+        return _try_library(_NIXL if kind == "nixl" else _UCX)
     if kind == "tcp":
         return ""
     return "" if ":" in kind else _try_plugin(kind)
@@ -60,7 +66,11 @@ def _try(kind: str) -> str:
 def _kind(kind: str, reason: str) -> Finding:
     name = f"channel {kind}"
     if not reason:
-        detail = {"local": "reads of another process's memory (CMA) are allowed", "tcp": "plain sockets, always there"}
+        detail = {
+            "local": "reads of another process's memory (CMA) are allowed",
+            "tcp": "plain sockets, always there",
+            "ucx": "ucxx makes a worker",
+        }
         found = installed("nixl-cu12", "nixl-cu13", "nixl") if kind == "nixl" else None
         text = f"{found[0]} {found[1]}; its UCX plugin makes an agent" if found else "available"
         return ok(name, detail.get(kind, text))
@@ -68,6 +78,7 @@ def _kind(kind: str, reason: str) -> Finding:
         "local": "let engines run as one user in one container, with CAP_SYS_PTRACE or "
         "kernel.yama.ptrace_scope 0 or 1; or leave `local` out of transport.channels",
         "nixl": "pip install 'pdxfer[nixl]'; or leave `nixl` out of transport.channels",
+        "ucx": "pip install 'pdxfer[ucx]'; or leave `ucx` out of transport.channels",
     }
     return warning(name, reason, fixes.get(kind, f"leave {kind!r} out of transport.channels"))
 
@@ -90,14 +101,14 @@ def _choice(reasons: Mapping[str, str]) -> Finding:
     return ok("channel choice", text)
 
 
-def _try_nixl() -> str:
-    """Import NIXL and make an agent with its UCX plugin, in a process of its own."""
+def _try_library(program: str) -> str:
+    """Import the library and make what a channel needs of it, in a process of its own."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _NIXL], capture_output=True, text=True, timeout=_TRY_S, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=_TRY_S, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        return f"making an agent hung for {_TRY_S:g} s"
+        return f"trying it hung for {_TRY_S:g} s"
     if "pdxfer-ok" in done.stdout:
         return ""
     lines = (done.stderr or done.stdout).strip().splitlines()
