@@ -26,6 +26,9 @@ if [ "$(cat "$tests_stamp" 2>/dev/null)" != "$(sha256sum <requirements/test.lock
   stage "test tools" pip_install -r requirements/test.lock
   sha256sum <requirements/test.lock >"$tests_stamp"
 fi
+if [ "$tier" != fast ] && ! "$venv/bin/python" -c 'import ucxx' 2>/dev/null; then
+  stage "ucxx (ucx channel)" pip_install -r requirements/ucx.lock
+fi
 if [ "$tier" != fast ] && ! { command -v ip && command -v tc; } >/dev/null; then
   stage "iproute2 (two-host tests)" sh -c 'apt-get update -q && apt-get install -y -q iproute2'
 fi
