@@ -270,6 +270,15 @@ async def test_health_and_ready_say_what_they_mean() -> None:
         assert (await r.get("/ready"))[0] == 200 and len(r.pairer.asked) == num_asked
 
 
+async def test_a_pair_whose_decode_engine_does_not_listen_is_not_ready() -> None:
+    """It joins the router before its HTTP server is up."""
+    async with rig() as r:
+        await r.decode.stop()
+        status, body = await r.get("/ready")
+        assert status == 503 and len(body["reasons"]) == 1
+        assert "has joined the router but does not answer" in body["reasons"][0]
+
+
 async def test_request_id_trace_and_keys_are_forwarded() -> None:
     headers = {"X-Request-Id": "mine-1", "traceparent": "00-a-b-01", "tracestate": "x=y", "Authorization": "Bearer c"}
     async with rig() as r:

@@ -57,7 +57,7 @@ class Proxy:
         self._pairer = self._make_pairer(self._on_notice)
         self._http = EngineHttp(settings.connect_timeout_s)
         self._admission = Admission(settings.max_in_flight, self.metrics)
-        self._readiness = Readiness(self._pairer, self._clock)
+        self._readiness = Readiness(self._pairer, self._http, self._clock)
         self._engines = Engines(
             http=self._http,
             pairer=self._pairer,

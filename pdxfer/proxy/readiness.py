@@ -1,10 +1,16 @@
-"""Whether a request would be served by a pair now, found out by asking the router for one."""
+"""Whether a request would be served by a pair now, found out by asking the router for one.
+
+Its engines must answer us as well: an engine joins the router some seconds before its HTTP server listens.
+"""
+
+import asyncio
 
 from pdxfer.core.clock import Clock
 from pdxfer.core.errors import UnreachableError
 from pdxfer.core.ids import new_request_id
+from pdxfer.proxy.engine_http import EngineHttp, LegError, read_all
 from pdxfer.proxy.pairer import Pairer
-from pdxfer.wire.messages import Local, Pair, Pairing, Release
+from pdxfer.wire.messages import EngineRef, Local, Pair, Pairing, Release
 
 PROBE_TOKENS = 1024
 """Long enough to be paired under the usual router.min_remote_tokens, short enough to fit."""
@@ -16,8 +22,8 @@ BELIEVE_S = 5.0
 class Readiness:
     """The answer to GET /ready, without asking the router more than needed."""
 
-    def __init__(self, pairer: Pairer, clock: Clock) -> None:
-        self._pairer, self._clock = pairer, clock
+    def __init__(self, pairer: Pairer, http: EngineHttp, clock: Clock) -> None:
+        self._pairer, self._http, self._clock = pairer, http, clock
         self._paired = float("-inf")
 
     def paired(self) -> None:
@@ -35,8 +41,20 @@ class Readiness:
             return [f"router unreachable: {error}"]
         if isinstance(answer, Pairing):
             self._pairer.send(Release(transfer_id=answer.transfer_id, reason="readiness probe"))
-            self.paired()
-            return []
+            problems = [p for p in await asyncio.gather(*map(self._problem, (answer.prefill, answer.decode))) if p]
+            if not problems:
+                self.paired()
+            return problems
         if isinstance(answer, Local):
             return [f"no pair, only decode engine {answer.decode.engine_id} alone: {answer.reason}"]
         return [f"no engine can take a request: {answer.reason}"]
+
+    async def _problem(self, engine: EngineRef) -> str:
+        """Why the engine's HTTP server is of no use; empty if it is well."""
+        deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
+        try:
+            answer = await self._http.send("GET", f"{engine.url}/health", b"", {}, deadline)
+            await read_all(answer, deadline)
+        except LegError as error:
+            return f"engine {engine.engine_id} has joined the router but does not answer: {error}"
+        return "" if answer.status == 200 else f"engine {engine.engine_id}: /health answers {answer.status}"
