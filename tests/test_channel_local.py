@@ -14,6 +14,7 @@ from pdxfer.testing.channel_suite import ChannelSuite, make_unit, until
 from pdxfer.transport import cma
 from pdxfer.transport.base import EndpointFactory
 from pdxfer.transport.local import LocalAddress, LocalEndpoint
+from pdxfer.transport.vectors import iovecs
 
 
 class TestLocalChannel(ChannelSuite):
@@ -68,7 +69,7 @@ def test_the_reader_survives_short_copies_and_more_ranges_than_one_call_takes() 
     target = np.zeros_like(source)
     runs = np.stack((np.random.default_rng(2).permutation(3000) * 100, np.full(3000, 100)), axis=1)
     reader = cma.Reader(os.getpid())
-    reader.copy(cma.iovecs(target.ctypes.data, runs), cma.iovecs(source.ctypes.data, runs))
+    reader.copy(iovecs(target.ctypes.data, runs), iovecs(source.ctypes.data, runs))
     assert np.array_equal(source, target)
     area = mmap.mmap(-1, 2 * page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(area))
@@ -76,7 +77,7 @@ def test_the_reader_survives_short_copies_and_more_ranges_than_one_call_takes() 
     both = np.array([[0, page], [page, page]])
     try:
         with pytest.raises(ChannelError, match="Bad address"):
-            reader.copy(cma.iovecs(target.ctypes.data, both), cma.iovecs(address, both))
+            reader.copy(iovecs(target.ctypes.data, both), iovecs(address, both))
     finally:
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + page), page, 3)
 
@@ -89,13 +90,13 @@ def test_a_large_copy_is_shared_and_both_halves_must_succeed() -> None:
     runs = np.array([[0, size], [size, size]])
     with ThreadPoolExecutor(1) as helper:
         reader = cma.Reader(os.getpid(), helper)
-        reader.copy(cma.iovecs(target.ctypes.data, runs), cma.iovecs(source.ctypes.data, runs))
+        reader.copy(iovecs(target.ctypes.data, runs), iovecs(source.ctypes.data, runs))
         assert np.array_equal(source, target)
         for bad in (0, 1):
-            there = cma.iovecs(source.ctypes.data, runs)
+            there = iovecs(source.ctypes.data, runs)
             there[bad, 0] = 4096
             with pytest.raises(ChannelError, match="Bad address"):
-                reader.copy(cma.iovecs(target.ctypes.data, runs), there)
+                reader.copy(iovecs(target.ctypes.data, runs), there)
 
 
 def test_a_process_that_is_gone_cannot_be_read() -> None:
@@ -105,4 +106,4 @@ def test_a_process_that_is_gone_cannot_be_read() -> None:
     os.waitpid(child, 0)
     one = np.array([[0, 8]])
     with pytest.raises(ChannelError, match="No such process"):
-        cma.Reader(child).copy(cma.iovecs(ctypes.addressof(ctypes.create_string_buffer(8)), one), cma.iovecs(4096, one))
+        cma.Reader(child).copy(iovecs(ctypes.addressof(ctypes.create_string_buffer(8)), one), iovecs(4096, one))

@@ -4,6 +4,7 @@ import socket
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
 from pdxfer.core.errors import ChannelError, ConfigError, ProtocolError
@@ -75,7 +76,8 @@ class TestTcpChannel(ChannelSuite):
         self.decode.sink.claim = lambda peer, header: gate.wait(20) and None
         header = make_unit(self.prefill, [1], [1]).header
         meta = msgspec.msgpack.encode(msgspec.structs.replace(header, num_bytes=1 << 26))
-        big = [memoryview(bytearray(1 << 24))] * 4
+        memory = np.zeros(1 << 26, dtype=np.uint8)
+        big = np.array([[memory.ctypes.data, memory.size]], dtype=np.uint64)
         try:
             with pytest.raises(ChannelError, match="took no byte"):
                 self.channel._send(FrameType.UNIT, meta, big)

@@ -20,8 +20,8 @@ from pdxfer.kv.layout import KvLayout
 from pdxfer.kv.runs import Runs, block_runs
 from pdxfer.memory.region import Region
 from pdxfer.transport.base import Abort, Control, Drained, Endpoint, EndpointOptions, PeerId, UnitHeader
-from pdxfer.transport.frames import IOV_MAX
 from pdxfer.transport.kinds import endpoint_factories
+from pdxfer.transport.vectors import IOV_MAX
 
 SECRET = b"bench"
 SENDER = PeerId(engine_id="sender", incarnation=1, rank=0)

@@ -10,27 +10,12 @@ from concurrent.futures import Executor
 from ctypes import c_int, c_ulong, c_void_p
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from pdxfer.core.errors import ChannelError
-from pdxfer.kv.runs import Runs
+from pdxfer.transport.vectors import IOV_MAX, Iovecs, skip
 
-IOV_MAX = 1024
 SPLIT_BYTES = 1 << 20
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
-
-Iovecs = npt.NDArray[np.uint64]
-"""Shape [R, 2]: address, length; laid out as the kernel's struct iovec."""
-
-
-def iovecs(base: int, runs: Runs) -> Iovecs:
-    """Addresses of runs in a region that begins at `base`."""
-    vectors = np.empty(runs.shape, dtype=np.uint64)
-    vectors[:, 0] = runs[:, 0].astype(np.uint64) + np.uint64(base)
-    vectors[:, 1] = runs[:, 1].astype(np.uint64)
-    return vectors
 
 
 class Reader:
@@ -66,18 +51,7 @@ class Reader:
             done = self._call(self.pid, target.ctypes.data, count, source.ctypes.data, count, 0)
             if done <= 0:
                 raise ChannelError(f"cannot read memory of process {self.pid}: {_reason(ctypes.get_errno())}")
-            target, source = _skip(target, done), _skip(source, done)
-
-
-def _skip(vectors: Iovecs, done: int) -> Iovecs:
-    """What is left after `done` bytes (the kernel may copy less than asked)."""
-    ends = np.cumsum(vectors[:, 1])
-    first = int(np.searchsorted(ends, done, side="right"))
-    rest = vectors[first:].copy()
-    if len(rest):
-        part = done - int(ends[first] - vectors[first, 1])
-        rest[0] += np.array([part, -part], dtype=np.int64).astype(np.uint64)
-    return rest
+            target, source = skip(target, done), skip(source, done)
 
 
 def _reason(number: int) -> str:

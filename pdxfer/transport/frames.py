@@ -13,10 +13,13 @@ import enum
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pdxfer.core.errors import ChannelError, ProtocolError
+from pdxfer.transport.vectors import IOV_MAX, Iovecs, receive, send, skip
 
 MAGIC = b"PDXD"
 VERSION = 1
@@ -24,8 +27,6 @@ PREAMBLE = struct.Struct("<4sH")
 HEAD = struct.Struct("<B3xIQ")
 MAX_META_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 32
-IOV_MAX = 1024
-"""Linux's bound of one vectored call (UIO_MAXIOV)."""
 _SCRATCH_BYTES = 1 << 18
 _TIMEVAL = struct.Struct("ll")
 
@@ -128,19 +129,33 @@ class FrameSocket:
         num_bytes = sum(len(view) for view in payload)
         self._send([memoryview(pack_head(kind, len(meta), num_bytes) + meta), *payload])
 
+    def send_vectors(self, kind: FrameType, meta: bytes, vectors: Iovecs) -> None:
+        """As `send`, with the payload as ranges of memory that stays valid until this returns."""
+        head = np.frombuffer(pack_head(kind, len(meta), int(vectors[:, 1].sum())) + meta, dtype=np.uint8)
+        rest = np.concatenate((np.array([[head.ctypes.data, head.size]], dtype=np.uint64), vectors))
+        with self._sending:
+            while len(rest):
+                sent = self._sent(lambda rest=rest: send(self.sock.fileno(), rest))  # type: ignore[misc]
+                rest = skip(rest, sent)
+
     def _send(self, views: list[memoryview]) -> None:
         with self._sending:
             while views:
-                if self._closing:
-                    raise ChannelError("the connection was closed here")
-                try:
-                    sent = self.sock.sendmsg(views[:IOV_MAX])
-                except BlockingIOError as error:
-                    raise ChannelError(f"the peer took no byte for {self._timeout_s:g} s") from error
-                except OSError as error:
-                    raise ChannelError(f"the connection broke while sending: {error}") from error
-                self.num_sent_bytes += sent
+                sent = self._sent(lambda views=views: self.sock.sendmsg(views[:IOV_MAX]))  # type: ignore[misc]
                 views = _advance(views, sent)
+
+    def _sent(self, call: Callable[[], int]) -> int:
+        """Bytes the kernel took in one call."""
+        if self._closing:
+            raise ChannelError("the connection was closed here")
+        try:
+            sent = call()
+        except BlockingIOError as error:
+            raise ChannelError(f"the peer took no byte for {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise ChannelError(f"the connection broke while sending: {error}") from error
+        self.num_sent_bytes += sent
+        return sent
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 
@@ -170,6 +185,14 @@ class FrameSocket:
                 raise ChannelError(f"the peer sent no byte for {self._timeout_s:g} s in mid-frame")
             views = _advance(views, received)
 
+    def receive_vectors(self, vectors: Iovecs) -> None:
+        """As `receive_into`, for ranges of memory."""
+        while len(vectors):
+            received = self._received(lambda v=vectors: receive(self.sock.fileno(), v))  # type: ignore[misc]
+            if received == 0:
+                raise ChannelError(f"the peer sent no byte for {self._timeout_s:g} s in mid-frame")
+            vectors = skip(vectors, received)
+
     def discard(self, num_bytes: int) -> None:
         """Read and drop."""
         if self._scratch is None:
@@ -190,11 +213,14 @@ class FrameSocket:
         return data
 
     def _receive(self, views: list[memoryview]) -> int:
-        """One receive call; 0 when the timeout passed without a byte."""
+        return self._received(lambda: self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
+
+    def _received(self, call: Callable[[], int]) -> int:
+        """Bytes of one receive call; 0 when the timeout passed without a byte."""
         if self._closing:
             raise ChannelError("the connection was closed here")
         try:
-            received = self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            received = call()
         except BlockingIOError:
             return 0
         except OSError as error:

@@ -33,6 +33,7 @@ from pdxfer.transport.base import EndpointOptions, OutgoingUnit, PeerId, Sink, U
 from pdxfer.transport.frames import FrameSocket, FrameType, Head
 from pdxfer.transport.stream import Accepted, StreamEndpoint, decode
 from pdxfer.transport.stream_channel import StreamChannel
+from pdxfer.transport.vectors import iovecs
 
 _UCRED = struct.Struct("3i")
 _encode = msgspec.msgpack.Encoder().encode
@@ -211,7 +212,7 @@ class LocalEndpoint(StreamEndpoint):
             from_runs, to_runs = pair_runs(source, runs)
             with connection.landing:
                 connection.land_or_fail()
-                connection.reader.copy(cma.iovecs(self.region.layout.base, to_runs), cma.iovecs(layout.base, from_runs))
+                connection.reader.copy(iovecs(self.region.layout.base, to_runs), iovecs(layout.base, from_runs))
             _still_there(connection.frames)
         except BaseException as error:
             self.sink.failed(peer, header, str(error))
@@ -265,7 +266,7 @@ def _same_user(sock: socket.socket) -> int:
 def _try(reader: cma.Reader, card: Card) -> None:
     got = ctypes.create_string_buffer(8)
     one = np.array([[0, 8]], dtype=np.int64)
-    reader.copy(cma.iovecs(ctypes.addressof(got), one), cma.iovecs(card.probe, one))
+    reader.copy(iovecs(ctypes.addressof(got), one), iovecs(card.probe, one))
     if got.raw != card.value:
         raise ChannelError(f"a probe read of process {reader.pid} found other bytes: not the process it claims to be")
 

@@ -17,6 +17,7 @@ from pdxfer.transport.admission import describe
 from pdxfer.transport.base import Control, OutgoingUnit, PeerId, UnitResult
 from pdxfer.transport.frames import FrameSocket, FrameType, Head
 from pdxfer.transport.stream import StreamEndpoint, control_decoder, decode
+from pdxfer.transport.vectors import Iovecs
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +96,14 @@ class StreamChannel:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _send(self, kind: FrameType, meta: bytes, payload: Sequence[memoryview] = ()) -> None:
+    def _send(self, kind: FrameType, meta: bytes, payload: Iovecs | None = None) -> None:
         if self._dead:
             raise ChannelError(self._dead)
         try:
-            self._frames.send(kind, meta, payload)
+            if payload is None:
+                self._frames.send(kind, meta)
+            else:
+                self._frames.send_vectors(kind, meta, payload)
         except ChannelError as error:
             self._die(str(error))
             raise ChannelError(f"{self.kind} channel to {describe(self.peer)}: {error}") from error

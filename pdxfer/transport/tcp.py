@@ -17,6 +17,7 @@ from pdxfer.transport.base import EndpointOptions, OutgoingUnit, PeerId, Sink, U
 from pdxfer.transport.frames import FrameSocket, FrameType, Head
 from pdxfer.transport.stream import Accepted, StreamEndpoint, decode
 from pdxfer.transport.stream_channel import StreamChannel
+from pdxfer.transport.vectors import iovecs
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -106,7 +107,7 @@ class TcpEndpoint(StreamEndpoint):
             assert total_bytes(runs) == header.num_bytes, "the sink claimed runs of another length"
             with connection.landing:
                 connection.land_or_fail()
-                connection.frames.receive_into(self.region.views(runs))
+                connection.frames.receive_vectors(iovecs(self.region.layout.base, runs))
         except BaseException as error:
             self.sink.failed(peer, header, str(error))
             raise
@@ -120,7 +121,8 @@ class TcpChannel(StreamChannel):
 
     def write(self, unit: OutgoingUnit) -> None:
         """Blocks until the kernel has taken the unit (back-pressure), at most write_timeout_s without progress."""
-        self._send(FrameType.UNIT, _encode(unit.header), self._endpoint.region.views(unit.source))
+        source = iovecs(self._endpoint.region.layout.base, unit.source)
+        self._send(FrameType.UNIT, _encode(unit.header), source)
         self._finished(UnitResult(header=unit.header))
 
 

@@ -131,7 +131,8 @@ def try_cma() -> str:
     import numpy as np
 
     from pdxfer.core.errors import ChannelError
-    from pdxfer.transport.cma import Reader, iovecs
+    from pdxfer.transport.cma import Reader
+    from pdxfer.transport.vectors import iovecs
 
     sibling = subprocess.Popen(
         [sys.executable, "-c", _CMA_TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
