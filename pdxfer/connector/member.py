@@ -49,9 +49,9 @@ class Member:
 
     def close(self) -> None:
         """Leave the router on purpose, close the half link."""
-        self._halves.close()  # first: its thread may be joining the router
         if self._router is not None:
             self._router.close(goodbye="engine stops")
+        self._halves.close()
 
     def tell_workers(self, message: ToWorker) -> None:
         """To every rank, in order."""

@@ -120,8 +120,7 @@ class Node:
                 self._halves.send(Computed(transfer_id=plan.transfer_id, wall=now))
 
     def close(self) -> None:
-        """Leave: close the lanes, the channels (which fences them), the links. A join under way ends first."""
-        self._halves.close()
+        """Leave: close the lanes, the channels (which fences them), the links."""
         self.sender.close()
         self.receiver.close()
         with self._lock:
@@ -133,6 +132,7 @@ class Node:
             endpoint.close()
         if router is not None:
             router.close()
+        self._halves.close()
 
     # ---- from the scheduler half ------------------------------------------------------------------------------------
 

@@ -62,9 +62,9 @@ class FakeLink:
 
     def close(self) -> None:
         """Leave the cluster; blocks for a moment. Idempotent."""
-        self._halves.close()  # first: its thread may be joining the router
         if self._router is not None:
             self._router.close("engine stops")
+        self._halves.close()
 
     # ---- out -----------------------------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ class _Link:
             return
         self._stop = True
         self._ring()
-        self._thread.join(timeout=10.0)
+        self._thread.join(timeout=2.0)
         with self._wake_lock:
             self._context.destroy(linger=0)
 
