@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need (into .venv, and with apt where they need a system package), then runs one tier.
-#   tests/run.sh fast   lint, types, import contracts, all tests without vLLM; under a minute once installed
+#   tests/run.sh fast   lint, types, import contracts, all tests without vLLM; one to three minutes once installed
 #   tests/run.sh        what CI runs: fast, then every kind of case on real vLLM engines at reduced counts
 #   tests/run.sh full   the counts of the promises: long soaks and many prompts; takes hours, run before a release
 set -euo pipefail
