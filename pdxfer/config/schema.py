@@ -6,18 +6,10 @@ A renamed key gets no alias: the changelog tells. Cross-field rules raise ValueE
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, field
 
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=1)]
-CountOrAuto = Annotated[int, Meta(ge=0)]
-Secrets = Annotated[dict[str, str], Meta(extra={"secret": True})]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections."""
+from pdxfer.config.section import Count, CountOrAuto, Port, Seconds, Secrets, Section
+from pdxfer.config.store import CodecConfig, StoreConfig, TierConfig
 
 
 class ModelConfig(Section, frozen=True):
@@ -187,6 +179,17 @@ class TransportConfig(Section, frozen=True):
     """NIXL agents of one engine; a fence destroys one, and the transfers on it with it."""
 
 
+class MetricsConfig(Section, frozen=True):
+    """What is observed beyond the built-in counters."""
+
+    otlp_endpoint: str = ""
+    """http://HOST:PORT of an OpenTelemetry collector; empty: no traces. Needs pip install pdxfer[otel]."""
+    trace_sample: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Part of the requests that are traced, unless the client's traceparent decides."""
+    timelines: Count = 2048
+    """Requests whose timeline is kept for GET /v1/pdxfer/timeline."""
+
+
 class SecurityConfig(Section, frozen=True):
     """Who may join and who may ask. Nothing is needed on loopback."""
 
@@ -218,5 +221,11 @@ class Config(Section, frozen=True):
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+__all__ = ["CodecConfig", "Config", "Section", "StoreConfig", "TierConfig"]

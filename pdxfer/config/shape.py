@@ -11,7 +11,7 @@ from functools import cache
 import msgspec
 from msgspec.inspect import DictType, ListType, LiteralType, Metadata, StrType, StructType, Type, UnionType, type_info
 
-from pdxfer.config import schema
+from pdxfer.config import schema, store
 
 
 @cache
@@ -64,9 +64,9 @@ def is_secret(shape: Type) -> bool:
 
 @cache
 def descriptions() -> Mapping[str, Mapping[str, str]]:
-    """Section class → key → the text under it in schema.py."""
+    """Section class → key → the text under it in schema.py and its parts."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in (*ast.parse(inspect.getsource(schema)).body, *ast.parse(inspect.getsource(store)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         texts = found.setdefault(node.name, {})

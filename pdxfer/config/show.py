@@ -12,6 +12,8 @@ from pdxfer.config.shape import descriptions, fields_of, is_secret, root
 REDACTED = "***"
 _SECRET_NAME = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 """Of environment variables whose values are not shown."""
+_URL_SECRET = re.compile(r"(://)[^/@\s]+(@)")
+"""User and password inside a URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,24 @@ def _rows(loaded: Loaded) -> Iterator[Row]:
                 value = REDACTED
             elif isinstance(value, dict):
                 value = {k: REDACTED if _SECRET_NAME.search(k) else v for k, v in value.items()}
-            yield Row(key=f"{section}.{key}", value=value, origin=_origin(loaded, section, key), meaning=texts[key])
+            yield Row(
+                key=f"{section}.{key}",
+                value=_without_url_secrets(value),
+                origin=_origin(loaded, section, key),
+                meaning=texts[key],
+            )
+
+
+def _without_url_secrets(value: object) -> object:
+    """The same value, with user and password in URLs replaced, also inside lists and mappings."""
+    match value:
+        case str():
+            return _URL_SECRET.sub(rf"\1{REDACTED}\2", value)
+        case list():
+            return [_without_url_secrets(item) for item in value]
+        case dict():
+            return {k: _without_url_secrets(v) for k, v in value.items()}
+    return value
 
 
 def _origin(loaded: Loaded, section: str, key: str) -> str:

@@ -1,0 +1,1 @@
+"""The tiered store: places that keep frames by chunk key, behind one contract (base.py)."""
