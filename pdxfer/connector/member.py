@@ -6,6 +6,7 @@ it are dropped (store mode).
 
 import logging
 import queue
+import threading
 from dataclasses import dataclass
 
 from pdxfer.connector.settings import ConnectorSettings
@@ -43,12 +44,16 @@ class Member:
         self.free_blocks = facts.num_blocks
         """Blocks a new request may take; the hooks keep it current, heartbeats report it."""
         self._fingerprints: dict[int, dict[str, str]] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._router: MemberClient | None = None
         self._halves = SchedulerEnd(settings.halves_path, facts.world_size, self._on_fact)
         self._halves.broadcast(Welcome(incarnation=self.incarnation))
 
     def close(self) -> None:
         """Leave the router on purpose, close the half link."""
+        with self._lock:
+            self._is_closed = True
         if self._router is not None:
             self._router.close(goodbye="engine stops")
         self._halves.close()
@@ -85,15 +90,18 @@ class Member:
             self.inbox.put(fact)
 
     def _join(self) -> None:
-        self._router = MemberClient(
-            endpoint=self._settings.router,
-            identity=f"{self._settings.engine_id}/sched",
-            security=self._settings.security,
-            hello=self._hello,
-            beat=self._beat,
-            on_message=self.inbox.put,
-            on_link=self._on_link,
-        )
+        with self._lock:
+            if self._is_closed:
+                return
+            self._router = MemberClient(
+                endpoint=self._settings.router,
+                identity=f"{self._settings.engine_id}/sched",
+                security=self._settings.security,
+                hello=self._hello,
+                beat=self._beat,
+                on_message=self.inbox.put,
+                on_link=self._on_link,
+            )
 
     def _hello(self) -> list[Message]:
         facts, settings = self._facts, self._settings

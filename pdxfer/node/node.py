@@ -91,6 +91,7 @@ class Node:
     ) -> None:
         self._settings, self._region, self._factories, self._clock = settings, region, factories, clock
         self._lock = threading.Lock()
+        self._is_closed = False
         self._me: PeerId | None = None
         self._endpoints: list[Endpoint] = []
         self._pool: ChannelPool | None = None
@@ -124,6 +125,7 @@ class Node:
         self.sender.close()
         self.receiver.close()
         with self._lock:
+            self._is_closed = True
             pool, endpoints, router = self._pool, self._endpoints, self._router
             self._pool, self._endpoints, self._router = None, [], None
         if pool is not None:
@@ -149,7 +151,7 @@ class Node:
 
     def _join(self, incarnation: int) -> None:
         """Open the endpoints and join the router under this incarnation."""
-        if self._me is not None:
+        if self._me is not None or self._is_closed:
             return
         settings = self._settings
         self._me = PeerId(engine_id=settings.engine_id, incarnation=incarnation, rank=settings.rank)
@@ -158,16 +160,19 @@ class Node:
         self._halves.send(Listening(rank=settings.rank, addresses=self._addresses()))
         if not settings.router:
             return
-        self._pool = ChannelPool(self._endpoints, self._me, self._on_ready, self._clock)
-        self._router = MemberClient(
-            endpoint=settings.router,
-            identity=f"{settings.engine_id}/w{settings.rank}",
-            security=settings.security,
-            hello=self._hello,
-            beat=self._beat,
-            on_message=self._on_router,
-            on_link=self._on_link,
-        )
+        with self._lock:
+            if self._is_closed:
+                return
+            self._pool = ChannelPool(self._endpoints, self._me, self._on_ready, self._clock)
+            self._router = MemberClient(
+                endpoint=settings.router,
+                identity=f"{settings.engine_id}/w{settings.rank}",
+                security=settings.security,
+                hello=self._hello,
+                beat=self._beat,
+                on_message=self._on_router,
+                on_link=self._on_link,
+            )
 
     def _open_endpoints(self, me: PeerId) -> list[Endpoint]:
         endpoints: list[Endpoint] = []

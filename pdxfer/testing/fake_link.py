@@ -56,12 +56,14 @@ class FakeLink:
         self.incarnation = new_incarnation()
         self._fingerprint: dict[str, str] = {}
         self._router: MemberClient | None = None
+        self._is_closed = False
         self._changed = asyncio.Event()
         self._halves = SchedulerEnd(settings.halves_path, 1, lambda fact: self._to_loop(self._take_fact, fact))
         self._halves.broadcast(Welcome(incarnation=self.incarnation))
 
     def close(self) -> None:
         """Leave the cluster; blocks for a moment. Idempotent."""
+        self._is_closed = True
         if self._router is not None:
             self._router.close("engine stops")
         self._halves.close()
@@ -116,7 +118,7 @@ class FakeLink:
 
     def _join(self) -> None:
         """The node is there: join the router."""
-        if self._router is None:
+        if self._router is None and not self._is_closed:
             self._router = MemberClient(
                 endpoint=self._settings.router,
                 identity=f"{self._settings.engine_id}/sched",
