@@ -9,7 +9,11 @@ tier keeps, proved by pdxfer/testing/tier_suite.py:
   * leases: what a Lease shows does not change or vanish until it is released, whatever is evicted meanwhile;
   * whatever goes wrong with the medium is a miss or an Outcome and a counter, never an exception to the caller
     (ConfigError at open, and asserts for our own bugs, excepted);
-  * every call ends by its deadline (seconds of the clock's `now`), every byte, lease and reservation comes back.
+  * every call ends by its deadline (seconds of the clock's `now`), every byte, lease and reservation comes back;
+    with a deadline already past it answers LATE, None or 0 and asks nobody;
+  * after close every call answers FAILED, None or 0.
+
+Keys are KEY_BYTES of anything (checked above); values are 0 bytes or more.
 """
 
 from collections.abc import Sequence
@@ -102,7 +106,7 @@ class Reservation(Protocol):
         ...
 
     async def commit(self) -> Outcome:
-        """Make the value visible."""
+        """Make the value visible, by the deadline given to reserve. Once, and not after abort."""
         ...
 
     def abort(self) -> None:

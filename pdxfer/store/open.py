@@ -1,0 +1,108 @@
+"""From a URL of the configuration to an opened tier: scheme → class, imported only when named.
+
+A tier class is constructed as
+
+    Cls(config: TierConfig, clock: Clock, *, tenant_quota: Mapping[str, int] = {}, pin_fraction: float = 0.5)
+
+(quotas in bytes), then `await tier.open()`. Third parties register such classes by the entry point group `pdxfer.tiers`
+(name = scheme), or the URL is `module:Class`. `peer:` is not here: it needs the router, so the node makes it.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import cast
+
+from pdxfer.config.store import StoreConfig, TierConfig
+from pdxfer.core.clock import Clock
+from pdxfer.core.errors import ConfigError
+from pdxfer.store.base import Tier
+
+TierFactory = Callable[..., Tier]
+
+BUILT_IN = {
+    "dram": "pdxfer.store.dram:DramTier",
+    "file": "pdxfer.store.disk:DiskTier",
+    "disk": "pdxfer.store.disk:DiskTier",
+    "lmdb": "pdxfer.store.lmdb_tier:LmdbTier",
+    "sqlite": "pdxfer.store.sqlite_tier:SqliteTier",
+    "redis": "pdxfer.store.remote.redis:RedisTier",
+    "rediss": "pdxfer.store.remote.redis:RedisTier",
+    "valkey": "pdxfer.store.remote.redis:RedisTier",
+    "valkeys": "pdxfer.store.remote.redis:RedisTier",
+    "memcached": "pdxfer.store.remote.memcached:MemcachedTier",
+    "s3": "pdxfer.store.remote.cloud:CloudTier",
+    "gs": "pdxfer.store.remote.cloud:CloudTier",
+    "az": "pdxfer.store.remote.cloud:CloudTier",
+    "mooncake": "pdxfer.store.remote.mooncake:MooncakeTier",
+    "infinistore": "pdxfer.store.remote.infinistore:InfiniStoreTier",
+    "nixl-posix": "pdxfer.store.remote.nixl_storage:NixlStorageTier",
+    "nixl-gds": "pdxfer.store.remote.nixl_storage:NixlStorageTier",
+    "nixl-gds-mt": "pdxfer.store.remote.nixl_storage:NixlStorageTier",
+    "nixl-obj": "pdxfer.store.remote.nixl_storage:NixlStorageTier",
+}
+"""Scheme → module:class."""
+
+ENTRY_POINTS = "pdxfer.tiers"
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):(?!:)", re.IGNORECASE)
+_MODULE_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+GIB = 1 << 30
+
+
+async def open_tier(
+    config: TierConfig, clock: Clock, *, tenant_quota: Mapping[str, int] | None = None, pin_fraction: float = 0.5
+) -> Tier:
+    """Find the class, construct and open. ConfigError names the URL and what to change."""
+    factory = find_factory(config.url)
+    tier = factory(config, clock, tenant_quota=tenant_quota or {}, pin_fraction=pin_fraction)
+    await tier.open()
+    return tier
+
+
+async def open_tiers(config: StoreConfig, clock: Clock) -> list[Tier]:
+    """All of `store.tiers`, in order; what was opened is closed again if a later one cannot be."""
+    quota = {tenant: int(gib * GIB) for tenant, gib in config.tenant_quota_gib.items()}
+    tiers: list[Tier] = []
+    try:
+        for tier in config.tiers:
+            opened = await open_tier(tier, clock, tenant_quota=quota, pin_fraction=config.pin_quota_fraction)
+            tiers.append(opened)
+    except BaseException:
+        for tier_ in reversed(tiers):
+            await tier_.close()
+        raise
+    return tiers
+
+
+def find_factory(url: str) -> TierFactory:
+    """The class that serves this URL. ConfigError for an unknown scheme (nearest named) or a missing library."""
+    scheme = _SCHEME.match(url)
+    name = scheme.group(1).lower() if scheme else url
+    if name in BUILT_IN:
+        return _load(BUILT_IN[name], url)
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        return _load(entry.value, url)
+    if _MODULE_CLASS.fullmatch(url):
+        return _load(url, url)
+    raise ConfigError(_unknown(name, url))
+
+
+def _load(path: str, url: str) -> TierFactory:
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"store.tiers: url {url!r} needs {path}, which cannot be imported: {error}; install what it names"
+            " (extras of pdxfer: cloud, lmdb, nixl) or correct the url"
+        ) from error
+    return cast(TierFactory, found)
+
+
+def _unknown(name: str, url: str) -> str:
+    known = sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "known schemes: " + ", ".join(known)
+    return f"store.tiers: url {url!r} has the unknown scheme {name!r}; {hint} (or module:Class for a class of your own)"
