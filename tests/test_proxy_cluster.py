@@ -223,7 +223,7 @@ async def test_a_router_that_comes_back_is_used_again() -> None:
             async def paired() -> bool:
                 return (await c.ask(STREAM))[1].startswith("mode=pair")
 
-            await until(paired, timeout_s=2.5)
+            await until(paired, timeout_s=20.0)
         finally:
             again.close()
 

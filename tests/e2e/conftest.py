@@ -96,7 +96,8 @@ def running(logs: Path) -> Iterator[RunningPair]:
         "model.dtype=float32",
         "router.min_remote_tokens=0",
         "engine.max_num_seqs=16",
-        "engine.extra_args=--num-gpu-blocks-override,64",
+        "engine.extra_args=--num-gpu-blocks-override,64,--enable-auto-tool-choice,--tool-call-parser,hermes",
+        "proxy.passthrough=/tokenize",
         log=logs / "float32.log",
     )
     yield pair

@@ -11,6 +11,8 @@ import aiohttp
 MODEL = "demo"
 TIE = 1e-4
 """Below this gap between the two best log-probabilities, batch composition may swap them."""
+BF16_TOLERANCE = 0.12
+"""Largest difference of a greedy token's log-probability between two computations of one prompt in bfloat16."""
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
@@ -44,6 +46,11 @@ class Reply:
         return list(self.body["choices"][0]["logprobs"]["tokens"])
 
     @property
+    def token_logprobs(self) -> list[float]:
+        """Log-probability of each greedy token."""
+        return list(self.body["choices"][0]["logprobs"]["token_logprobs"])
+
+    @property
     def top2_gaps(self) -> list[float]:
         """Per position: log-probability of the best minus the second best token."""
         gaps = []
@@ -72,6 +79,17 @@ async def complete(url: str, prompt: list[int] | str, max_tokens: int = 16, **mo
     """A greedy completion with the two best log-probabilities of each token."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return await post(url, "/v1/completions", {**body, "logprobs": 2, **more})
+
+
+def bf16_difference(one: Reply, other: Reply) -> float:
+    """Largest difference of log-probabilities while both say the same tokens; where they part, the reference's gap
+    between its two best tokens: a tie within the tolerance may fall either way, and what follows is another text."""
+    worst = 0.0
+    for at, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)):
+        if a != b:
+            return max(worst, other.top2_gaps[at])
+        worst = max(worst, abs(one.token_logprobs[at] - other.token_logprobs[at]))
+    return worst
 
 
 async def metric(url: str, name: str) -> float:

@@ -68,6 +68,35 @@ async def test_json_schema_chat(pair: PairUrls) -> None:
     assert reply.mode == "pair" and json.loads(reply.text)["mood"] in ("calm", "wild")
 
 
+async def test_tool_calls(pair: PairUrls) -> None:
+    """A forced call over a transferred prompt is the call one engine makes, with arguments that obey the schema."""
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Bergen", "Brest"]}}, "required": ["city"]}
+    body = {
+        **BASE, "max_tokens": 40,
+        "messages": [{"role": "user", "content": text_prompt() + " What is the weather in Bergen?"}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }  # fmt: skip
+    replies = [await post(url, "/v1/chat/completions", body) for url in (pair.proxy, pair.decode)]
+    calls = [reply.body["choices"][0]["message"]["tool_calls"][0]["function"] for reply in replies]
+    assert replies[0].mode == "pair" and calls[0] == calls[1]
+    assert json.loads(calls[0]["arguments"])["city"] in ("Bergen", "Brest")
+
+
+async def test_other_endpoints_go_to_a_decode_engine(pair: PairUrls) -> None:
+    """Answered as the engine answers; what is neither ours nor listed is not there."""
+    ask = {"model": "demo", "temperature": 0}
+    responses = await post(pair.proxy, "/v1/responses", {**ask, "input": "What is the capital of France?"})
+    assert responses.status == 200 and "Paris" in json.dumps(responses.body)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = await post(pair.proxy, "/v1/messages", {**ask, "max_tokens": 12, "messages": question})
+    assert messages.status == 200 and "Paris" in json.dumps(messages.body)
+    for path, body in (("/v1/embeddings", {"model": "demo", "input": "x"}), ("/tokenize", {**ask, "prompt": "a b"})):
+        through, alone = await post(pair.proxy, path, body), await post(pair.decode, path, body)
+        assert (through.status, through.body) == (alone.status, alone.body)
+    assert (await post(pair.proxy, "/detokenize", {"model": "demo", "tokens": [1]})).status == 404
+
+
 async def test_client_parameters_cannot_name_a_transfer(pair: PairUrls) -> None:
     """kv_transfer_params of a client are dropped."""
     forged = {"kv_transfer_params": {"pdxfer": {"transfer_id": "t-forged"}, "do_remote_prefill": True}}

@@ -1,0 +1,108 @@
+"""Pairs that are started otherwise: bfloat16, without prefix caching, with a LoRA adapter, two of each role.
+
+Only in `tests/run.sh full`: each starts engines of its own. CI runs bfloat16 in test_two_hosts.py.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdxfer.bench.texts import Prompts
+from tests.e2e.conftest import RunningPair
+from tests.e2e.engines import BF16_TOLERANCE, bf16_difference, complete, metric
+from tests.e2e.test_right import BORDERS, LONG, both
+
+pytestmark = [pytest.mark.vllm, pytest.mark.full]
+
+SETS = ("router.min_remote_tokens=0", "engine.max_num_seqs=8")
+
+
+@contextmanager
+def started(log: Path, *sets: str) -> Iterator[RunningPair]:
+    """A pair of its own, stopped at the end."""
+    running = RunningPair(*SETS, *sets, log=log)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+async def test_bfloat16_agrees_within_the_tolerance(logs: Path, prompts: Prompts) -> None:
+    """Greedy log-probabilities of the pair and of one engine, over the lengths of the float32 test."""
+    worst = {}
+    with started(logs / "bf16.log", "model.dtype=bfloat16") as running:
+        for salt, length in enumerate(BORDERS + LONG):
+            through, alone = await both(running.urls, prompts.ids(length, salt), f"bf16-{salt}")
+            worst[length] = bf16_difference(through, alone)
+    print(f"largest difference of a log-probability: {max(worst.values()):.4f}")
+    assert max(worst.values()) <= BF16_TOLERANCE, worst
+
+
+async def test_without_prefix_caching(logs: Path, prompts: Prompts) -> None:
+    """Nothing is reused: every block comes over the wire, also the second time, and the tokens are right."""
+    sets = ("model.dtype=float32", "engine.prefix_caching=false")
+    with started(logs / "uncached.log", *sets) as running:
+        for salt, length in enumerate((*BORDERS[3:], *LONG, 700, 700)):
+            through, alone = await both(running.urls, prompts.ids(length, salt), f"u-{salt}")
+            assert through.tokens == alone.tokens, length
+        batch = [complete(running.urls.proxy, prompts.ids(700, 5), 8) for _ in range(4)]
+        answers = await asyncio.gather(*batch)
+        assert len({tuple(a.tokens) for a in answers}) == 1
+
+
+async def test_lora_adapters_are_kept_apart(logs: Path, prompts: Prompts, tmp_path: Path) -> None:
+    """The same prompt with and without an adapter: each equals one engine's answer, and they differ."""
+    adapter = make_adapter(tmp_path / "adapter")
+    flags = f"--enable-lora,--max-lora-rank,8,--lora-modules,tuned={adapter}"
+    with started(logs / "lora.log", "model.dtype=float32", f"engine.extra_args={flags}") as running:
+        ids, said = prompts.ids(600, 8), {}
+        for name in ("demo", "tuned", "demo"):
+            through = await complete(running.urls.proxy, ids, 12, model=name)
+            alone = await complete(running.urls.decode, ids, 12, model=name, cache_salt="alone")
+            assert (through.status, alone.status, through.mode) == (200, 200, "pair"), (through.body, alone.body)
+            assert through.tokens == alone.tokens, name
+            said[name] = through.tokens
+        assert said["demo"] != said["tuned"]
+
+
+async def test_two_prefills_and_two_decodes(logs: Path, prompts: Prompts) -> None:
+    """All four take part, and every answer is right."""
+    places = ("topology.prefill=2", "topology.decode=2", "model.dtype=float32", "engine.kv_cache_gib=0.5")
+    with started(logs / "2p2d.log", *places) as running:
+        ids = [prompts.ids(300 + 40 * n, n) for n in range(12)]
+        answers = await asyncio.gather(*[complete(running.urls.proxy, i, 8, cache_salt="four") for i in ids])
+        assert {a.mode for a in answers} == {"pair"}
+        for prompt, answer in zip(ids, answers, strict=True):
+            alone = await complete(running.urls.decode, prompt, 8, cache_salt="alone")
+            assert answer.tokens == alone.tokens
+        for url in (running.urls.prefill, running.urls.decode):
+            for offset in (0, 1):
+                host, _, port = url.rpartition(":")
+                assert await metric(f"{host}:{int(port) + offset}", "vllm:prompt_tokens_total") > 0, (url, offset)
+
+
+def make_adapter(directory: Path) -> Path:
+    """A LoRA adapter of rank 4 on every layer's query and value projection; random, large enough to matter."""
+    from safetensors.numpy import save_file
+
+    from pdxfer.launcher.demo_model import demo_model_dir
+
+    model = json.loads((demo_model_dir(os.environ) / "config.json").read_text())
+    hidden, heads, kv_heads = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
+    rng, weights = np.random.default_rng(4), {}
+    for layer in range(model["num_hidden_layers"]):
+        for part, out in (("q_proj", hidden), ("v_proj", hidden * kv_heads // heads)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            weights[f"{name}.lora_A.weight"] = rng.normal(0, 0.05, (4, hidden)).astype(np.float32)
+            weights[f"{name}.lora_B.weight"] = rng.normal(0, 0.05, (out, 4)).astype(np.float32)
+    directory.mkdir()
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
