@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 KEY_BYTES = 32
 
@@ -172,4 +172,14 @@ class Tier(Protocol):
 
     async def close(self) -> None:
         """Finish or abort what runs, detach. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class EvictionNotices(Protocol):
+    """Optional, for tiers that drop values by themselves: the store tells the engines' local indexes with it."""
+
+    def take_evicted(self) -> list[bytes] | None:
+        """Keys that went since the last call, by eviction, ttl or damage (not by delete); None: too many to remember,
+        the caller has to look for itself. Cheap, no I/O, any thread."""
         ...
