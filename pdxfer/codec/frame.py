@@ -58,6 +58,11 @@ class FrameHeader:
     """32 bytes: the chunk key this value was stored under."""
     payload_xxh3: int
 
+    @property
+    def opaque(self) -> bool:
+        """Decodes to bytes as they were packed, not to canonical values."""
+        return not any(self.shape)
+
 
 def seal(header: FrameHeader) -> bytes:
     """The header's 160 bytes."""
