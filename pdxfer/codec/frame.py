@@ -5,7 +5,8 @@ and every fact the reader knows; whatever differs raises FrameError, which tiers
 
     0 magic "PDXK"   4 version     6 header_bytes   8 codec name (12)   20 codec version   22 level   23 dtype
    24 shape L,2,H,T,D (5 × u32)   44 num_tokens    48 raw_bytes   56 payload_bytes   64 identity (16)
-   80 tables (16)   96 key (32)  128 payload xxh3 136 zero (16)  152 header xxh3  160 payload
+   80 tables (16)   96 key (32)  128 payload xxh3 136 first_token  140 zero (12)  152 header xxh3
+  160 payload
 """
 
 import struct
@@ -22,7 +23,7 @@ HEADER_BYTES = 160
 MAX_RAW_BYTES = 1 << 32
 """A chunk larger than this is not ours, whatever its header says."""
 
-_HEADER = struct.Struct("<4sHH12sHBB5IIQQ16s16s32sQ16s")
+_HEADER = struct.Struct("<4sHH12sHBB5IIQQ16s16s32sQI12s")
 _CHECK = struct.Struct("<Q")
 assert _HEADER.size + _CHECK.size == HEADER_BYTES
 
@@ -47,6 +48,8 @@ class FrameHeader:
     """[L, 2, H, T, D] of the canonical values; zeros where the codec treats bytes as opaque."""
     num_tokens: int
     """Valid tokens of the chunk; the last chunk of a prompt may hold fewer than the others."""
+    first_token: int = 0
+    """Position of the chunk's first token in its context: who encodes again needs it."""
     raw_bytes: int
     """Length after decoding."""
     payload_bytes: int
@@ -82,7 +85,8 @@ def seal(header: FrameHeader) -> bytes:
         header.tables,
         header.key,
         header.payload_xxh3,
-        bytes(16),
+        header.first_token,
+        bytes(12),
     )
     return packed + _CHECK.pack(xxhash.xxh3_64_intdigest(packed))
 
@@ -104,7 +108,7 @@ def read_header(frame: memoryview | bytes) -> FrameHeader:
     if dtype >= len(DTYPES):
         raise FrameError(f"frame dtype number {dtype} is unknown")
     shape = (rest[0], rest[1], rest[2], rest[3], rest[4])
-    num_tokens, raw_bytes, payload_bytes, identity, tables, key, payload_xxh3, _zero = rest[5:]
+    num_tokens, raw_bytes, payload_bytes, identity, tables, key, payload_xxh3, first_token, _zero = rest[5:]
     if raw_bytes > MAX_RAW_BYTES or payload_bytes > MAX_RAW_BYTES:
         raise FrameError(
             f"frame claims {raw_bytes} raw and {payload_bytes} payload bytes; the limit is {MAX_RAW_BYTES}"
@@ -116,6 +120,7 @@ def read_header(frame: memoryview | bytes) -> FrameHeader:
         dtype=DTYPES[dtype],
         shape=shape,
         num_tokens=num_tokens,
+        first_token=first_token,
         raw_bytes=raw_bytes,
         payload_bytes=payload_bytes,
         identity=identity,

@@ -91,6 +91,7 @@ def encode_frame(
         dtype=spec.dtype,
         shape=NO_SHAPE if codec.opaque else spec.shape,
         num_tokens=num_tokens,
+        first_token=spec.first_token,
         raw_bytes=values.nbytes,
         payload_bytes=len(encoded.payload),
         identity=identity,
