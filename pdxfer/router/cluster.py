@@ -20,6 +20,7 @@ from pdxfer.wire.messages import (
     Peers,
     ProxyHello,
     Refused,
+    Role,
     WorkerHello,
 )
 
@@ -117,6 +118,7 @@ class Cluster:
             self._out.count("refused", "incarnation")
             self._out.send(HeartbeatAck(known=False, wall=wall), route)
             return
+        self._note_evictions(engine, link.beat, beat)
         link.heard(beat, now, wall)
         if link is engine.sched:
             engine.num_running, engine.num_waiting = beat.num_running, beat.num_waiting
@@ -130,8 +132,11 @@ class Cluster:
         """A worker opened its channel to a peer node, or could not."""
         for worker in engine.workers.values():
             if worker.link is link and (ready.engine_id in worker.ready or len(worker.ready) < _MAX_PEER_READY):
+                before = worker.ready.get(ready.engine_id)
                 worker.ready[ready.engine_id] = ready
                 self._pairs.clear()
+                if before is not None and before.kind != ready.kind:
+                    self._channel_changed(engine, before, ready)
 
     def tick(self, now: float) -> None:
         """Judge silence; tell workers their peers if those changed."""
@@ -172,6 +177,17 @@ class Cluster:
         self._pairs.clear()
         self._out.log("info", f"engine {engine.engine_id} {'drains' if on else 'takes new work again'}")
         self._out.happened("drain" if on else "undrain", engine_id=engine.engine_id)
+
+    def set_role(self, engine: Engine, role: Role) -> None:
+        """Have an engine that can do both do this."""
+        engine.given_role = role
+        self._pairs.clear()
+        self._out.log("info", f"engine {engine.engine_id} does {role} from now on")
+        self._out.happened("role", engine_id=engine.engine_id, role=role)
+
+    def apply(self, settings: RouterSettings) -> None:
+        """These settings from now on."""
+        self._settings = settings
 
     # ---- views -----------------------------------------------------------------------------------------------
 
@@ -270,6 +286,26 @@ class Cluster:
         self._pairs.clear()
         self._out.log("info", f"engine {engine.engine_id} is back")
         self._out.happened("back", engine_id=engine.engine_id)
+
+    def _note_evictions(self, engine: Engine, before: Heartbeat | None, beat: Heartbeat) -> None:
+        """At most one event a tier and heartbeat, however many values went."""
+        old = {tier.kind: tier for tier in before.tiers} if before is not None else {}
+        for tier in beat.tiers:
+            known = old.get(tier.kind)
+            if known is not None and tier.evictions > known.evictions:
+                count = str(tier.evictions - known.evictions)
+                self._out.happened("evicted", engine_id=engine.engine_id, tier=tier.kind, values=count)
+            if known is not None and tier.reachable != known.reachable:
+                kind = "tier_back" if tier.reachable else "tier_away"
+                self._out.happened(kind, engine_id=engine.engine_id, tier=tier.kind)
+
+    def _channel_changed(self, engine: Engine, before: PeerReady, now: PeerReady) -> None:
+        """A channel broke, came back, or was replaced by another kind."""
+        kind = "channel_open" if now.kind else "channel_broken"
+        self._out.happened(
+            kind, engine_id=engine.engine_id, peer=now.engine_id, channel=now.kind or before.kind,
+            reason=now.reason[:200],
+        )  # fmt: skip
 
     def _refuse(self, route: bytes, reason: str) -> None:
         self._out.count("refused", "hello")

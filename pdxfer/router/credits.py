@@ -17,6 +17,8 @@ class Credit:
 
     def __init__(self, free_blocks: int) -> None:
         self._free = max(0, free_blocks)
+        self.limit: int | None = None
+        """An operator's bound on what may be promised; None: the engine's own figure alone."""
         self._reserved: dict[str, int] = {}
         self._settled: dict[str, float] = {}
         self._sum = 0
@@ -24,7 +26,8 @@ class Credit:
     @property
     def available(self) -> int:
         """Blocks a new pairing may take."""
-        return max(0, self._free - self._sum)
+        free = self._free if self.limit is None else min(self._free, self.limit)
+        return max(0, free - self._sum)
 
     @property
     def reserved(self) -> int:

@@ -4,7 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from pdxfer.wire.messages import FromMember, FromRouter
+from pdxfer.router.settings import RouterSettings
+from pdxfer.wire.manage import StoreOpUpdate
+from pdxfer.wire.messages import FromMember, FromRouter, Role, Served
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +39,35 @@ class Stop(msgspec.Struct, frozen=True):
     """The router is leaving: no new pairings, running ones may end."""
 
 
-Event = Received | Unreachable | Tick | SetDrain | Stop
+class SetRole(msgspec.Struct, frozen=True):
+    """An operator has an engine that can do both do one thing, or both again."""
+
+    engine_id: str
+    role: Role
+
+
+class SetCreditLimit(msgspec.Struct, frozen=True):
+    """An operator bounds what is promised of an engine's blocks; None: no bound."""
+
+    engine_id: str
+    num_blocks: int | None
+
+
+class SetPolicy(msgspec.Struct, frozen=True):
+    """The settings from now on; only those in settings.LIVE differ."""
+
+    settings: RouterSettings
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """An operator's message to an engine's halves: all, or the workers alone. Unknown engines are not told."""
+
+    engine_id: str
+    message: FromRouter
+    workers_only: bool = True
+
+
+Event = Received | Unreachable | Tick | SetDrain | Stop | SetRole | SetCreditLimit | SetPolicy | Tell
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -61,4 +91,11 @@ class Happened(msgspec.Struct, frozen=True):
     detail: dict[str, str]
 
 
-Action = Send | Log | Happened
+class Observed(msgspec.Struct, frozen=True, gc=False):
+    """A member's report for the controller alone. `engine_id` is empty if a proxy sent it."""
+
+    engine_id: str
+    report: Served | StoreOpUpdate
+
+
+Action = Send | Log | Happened | Observed

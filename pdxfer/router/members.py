@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pdxfer.core.ids import is_engine_id
 from pdxfer.router.credits import Credit
-from pdxfer.wire.messages import Heartbeat, Hello, PeerNode, PeerReady, WorkerHello
+from pdxfer.wire.messages import Heartbeat, Hello, PeerNode, PeerReady, Role, WorkerHello
 
 _ROUTE = re.compile(rb"([^/#]{1,64})/([A-Za-z0-9._-]{1,64})#[^#]{1,64}")
 _WORKER = re.compile(r"w(\d{1,4})")
@@ -74,12 +74,14 @@ class Link:
     route: bytes
     last_seen: float
     rate: Rate
+    beat: Heartbeat | None = None
+    """The last one."""
     clock_offset: float | None = None
     """Router wall − member wall, smallest seen: the least delayed sample."""
 
     def heard(self, beat: Heartbeat, now: float, wall: float) -> None:
         """A heartbeat arrived."""
-        self.last_seen = now
+        self.last_seen, self.beat = now, beat
         sample = wall - beat.wall
         self.clock_offset = sample if self.clock_offset is None else min(sample, self.clock_offset + _DRIFT_S)
 
@@ -110,6 +112,8 @@ class Engine:
     """Prompt tokens paired to it as prefill and not computed yet."""
     num_running: int = 0
     num_waiting: int = 0
+    given_role: Role | None = None
+    """An operator's choice for an engine that can do both."""
     is_joined: bool = False
     is_suspect: bool = False
     is_draining: bool = False
@@ -120,12 +124,17 @@ class Engine:
         return self.is_joined and not self.is_suspect and not self.is_draining
 
     @property
+    def role(self) -> Role | None:
+        """What it does now; None until its scheduler half said hello."""
+        return self.given_role or (self.hello.role if self.hello is not None else None)
+
+    @property
     def can_prefill(self) -> bool:
-        return self.hello is not None and self.hello.role in ("prefill", "both")
+        return self.role in ("prefill", "both")
 
     @property
     def can_decode(self) -> bool:
-        return self.hello is not None and self.hello.role in ("decode", "both")
+        return self.role in ("decode", "both")
 
     @property
     def links(self) -> list[Link]:

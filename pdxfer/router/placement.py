@@ -32,6 +32,11 @@ class Placement:
         self._kept: tuple[Key, str] | None = None
         """The oldest request, once too many have overtaken it, and the decode engine kept free for it."""
 
+    def apply(self, settings: RouterSettings) -> None:
+        """These settings from now on."""
+        self._settings = settings
+        self.queue.max_len = settings.max_queue
+
     def ask(self, route: bytes, pair: Pair, now: float) -> None:
         """A proxy wants a place for one request."""
         wait_s = min(pair.deadline_s, self._settings.max_wait_s) if pair.deadline_s > 0 else 0.0
@@ -144,6 +149,7 @@ class Placement:
             num_tokens=pair.num_tokens, deadline=now + lease_s,
         )  # fmt: skip
         self._leases.open(lease)
+        self._out.flow(prefill.engine_id, decode.engine_id).num_live += 1
         decode.credit.reserve(lease.transfer_id, num_blocks_needed(pair.num_tokens, _block_size(decode)))
         prefill.outstanding_tokens += pair.num_tokens
         self._out.count("answers", "pairing")

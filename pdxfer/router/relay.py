@@ -16,7 +16,7 @@ class Relay:
 
     def __init__(self, leases: Leases, lease_s: float, out: Outbox) -> None:
         self._leases = leases
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._out = out
 
     # ---- from engines ----------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ class Relay:
         """prefill → decode: time to grant."""
         lease = self._lease_of(message.transfer_id, prefill=sender)
         if lease is not None:
-            self._leases.renew(lease, now + self._lease_s)
+            self._leases.renew(lease, now + self.lease_s)
             relayed = Started(
                 transfer_id=message.transfer_id, num_tokens=message.num_tokens, prefill_id=sender.engine_id
             )
@@ -42,7 +42,7 @@ class Relay:
             self._out.count("refused", "stale")
         else:
             if message.epoch > lease.epoch:
-                self._leases.renew(lease, now + self._lease_s)
+                self._leases.renew(lease, now + self.lease_s)
             lease.epoch = message.epoch
             sender.credit.settle(message.transfer_id, now + REPORT_LAG_S)
             self._to_prefill(lease, message)
@@ -149,6 +149,16 @@ class Relay:
         else:
             lease.decode.credit.settle(lease.transfer_id, now + REPORT_LAG_S)
         self._out.count("ended", ended.outcome)
+        flow = self._out.flow(lease.prefill.engine_id, lease.decode.engine_id)
+        flow.num_live = max(0, flow.num_live - 1)
+        flow.num_ended += 1
+        flow.num_bytes += max(0, ended.num_bytes)
+        if ended.outcome == "failed":
+            flow.num_failed += 1
+            self._out.happened(
+                "fell_back", transfer_id=lease.transfer_id, prefill=lease.prefill.engine_id,
+                decode=lease.decode.engine_id, reason=ended.reason[:200],
+            )  # fmt: skip
         if tell_proxy:
             lease.is_proxy_told = True
             self._out.send(ended, lease.proxy)

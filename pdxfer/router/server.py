@@ -10,13 +10,30 @@ import secrets
 import threading
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
-from pdxfer.core.errors import DeadlineError, ProtocolError
-from pdxfer.router.events import Action, Event, Happened, Log, Received, Send, SetDrain, Stop, Tick, Unreachable
-from pdxfer.router.settings import RouterSettings
+from pdxfer.core.errors import ConfigError, DeadlineError, ProtocolError
+from pdxfer.router.events import (
+    Action,
+    Event,
+    Happened,
+    Log,
+    Observed,
+    Received,
+    Send,
+    SetCreditLimit,
+    SetDrain,
+    SetPolicy,
+    SetRole,
+    Stop,
+    Tell,
+    Tick,
+    Unreachable,
+)
+from pdxfer.router.settings import LIVE, RouterSettings
 from pdxfer.router.snapshot import Snapshot
 from pdxfer.router.state import RouterState
 from pdxfer.wire.keys import ServerSecurity
@@ -64,6 +81,7 @@ class RouterServer:
         weakref.finalize(self, os.close, self._wake)
         self._inbox: deque[Event | Future[Snapshot]] = deque()
         self._thread = threading.Thread(target=self._run, name="pdxfer-router", daemon=True)
+        self._policy_lock = threading.Lock()
         self._closing = threading.Event()
         self._closed = threading.Event()
         self._events: deque[EventRecord] = deque(maxlen=_EVENTS_KEPT)
@@ -71,6 +89,9 @@ class RouterServer:
         self._counts: Counter[str] = Counter()
         """Messages the loop itself dropped, by reason; joined with the state's in snapshots."""
         self._lines: dict[str, float] = {}
+        self.listeners: list[Callable[[Observed | EventRecord], None]] = []
+        """Called on the router's thread with each report and event; they must return at once. Set before `start`, or
+        append and never remove."""
 
     def __repr__(self) -> str:
         where = self._socket.endpoint if self._socket else self._settings.bind
@@ -126,6 +147,21 @@ class RouterServer:
     def drain(self, engine_id: str, on: bool) -> None:
         """Take an engine out of new pairings, or back. Unknown ids do nothing."""
         self._post(SetDrain(engine_id, on))
+
+    def operate(self, change: SetRole | SetCreditLimit | Tell) -> None:
+        """An operator's wish. Unknown engines are left alone."""
+        self._post(change)
+
+    def set_policy(self, changes: Mapping[str, float]) -> RouterSettings:
+        """Change live settings (names of settings.LIVE). Raises ConfigError for a value out of range."""
+        wrong = sorted(set(changes) - set(LIVE))
+        if wrong:
+            named = ", ".join(wrong)
+            raise ConfigError(f"{named} cannot be changed while the router runs; these can: {', '.join(LIVE)}")
+        with self._policy_lock:
+            self._settings = replace(self._settings, **changes)  # type: ignore[arg-type]
+            self._post(SetPolicy(self._settings))
+            return self._settings
 
     def stop_pairing(self) -> None:
         """Answer Busy from now on; running transfers may end."""
@@ -190,6 +226,9 @@ class RouterServer:
                 self._send(route, payload)
         elif isinstance(action, Log):
             self._log_line(action.level, action.text)
+        elif isinstance(action, Observed):
+            for listener in self.listeners:
+                listener(action)
         else:
             self._record(action)
 
@@ -203,11 +242,12 @@ class RouterServer:
 
     def _record(self, happened: Happened) -> None:
         self._num_events += 1
-        self._events.append(
-            EventRecord(
-                number=self._num_events, wall=self._clock.wall(), kind=happened.kind, detail=happened.detail
-            )
+        record = EventRecord(
+            number=self._num_events, wall=self._clock.wall(), kind=happened.kind, detail=happened.detail
         )
+        self._events.append(record)
+        for listener in self.listeners:
+            listener(record)
 
     def _log_line(self, level: str, text: str) -> None:
         now = self._clock.now()

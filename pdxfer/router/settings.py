@@ -5,6 +5,12 @@ from pathlib import Path
 
 from pdxfer.core.errors import ConfigError
 
+LIVE = (
+    "min_remote_tokens", "max_queue", "max_wait_s", "no_engine_wait_s", "max_bypasses", "lease_s", "missed_heartbeats",
+    "forget_s",
+)  # fmt: skip
+"""Settings that may change while the router runs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:

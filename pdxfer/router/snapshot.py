@@ -2,12 +2,64 @@
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import asdict, replace
+
 from pdxfer.router.cluster import Cluster
 from pdxfer.router.leases import Leases
-from pdxfer.router.members import Engine
+from pdxfer.router.members import Engine, Worker
 from pdxfer.router.outbox import Outbox
 from pdxfer.router.placement import Placement
-from pdxfer.wire.messages import Role
+from pdxfer.router.settings import LIVE, RouterSettings
+from pdxfer.wire.messages import Role, Served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierView:
+    """One tier of one rank's store; counters since its open."""
+
+    kind: str
+    used_bytes: int
+    capacity_bytes: int
+    """0: the tier does not know."""
+    num_values: int
+    pinned_bytes: int
+    leases: int
+    hits: int
+    misses: int
+    puts: int
+    evictions: int
+    failures: int
+    reachable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """One worker half."""
+
+    rank: int
+    silent_s: float
+    lag_s: float
+    """How late its last heartbeat left."""
+    channels: dict[str, str]
+    """Peer engine → kind of channel to it; empty: none."""
+    closed: dict[str, str]
+    """Peer engine → why there is no channel to it."""
+    tiers: list[TierView]
+    counts: dict[str, int]
+    """Its totals, by name."""
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowView:
+    """Transfers from one engine to another, since start."""
+
+    prefill: str
+    decode: str
+    num_live: int
+    num_ended: int
+    num_failed: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +91,14 @@ class EngineView:
     num_transfers: int
     channels: dict[str, str]
     """Peer engine → kind of channel to it, of rank 0."""
+    credit_limit: int | None = None
+    """An operator's bound on credit; None: none."""
+    lag_s: float = 0.0
+    """How late the last heartbeat of its scheduler half left."""
+    problems: list[str] = field(default_factory=list)
+    """Of its scheduler half; those of ranks are with them."""
+    counts: dict[str, int] = field(default_factory=dict)
+    ranks: list[RankView] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +124,14 @@ class Snapshot:
     """Messages dropped since start, by reason."""
     ended: dict[str, int] = field(default_factory=dict)
     """Leases ended since start, by outcome."""
+    flows: list[FlowView] = field(default_factory=list)
+    policy: dict[str, float] = field(default_factory=dict)
+    """Live settings, by name."""
 
 
-def take_snapshot(cluster: Cluster, placement: Placement, leases: Leases, out: Outbox, now: float) -> Snapshot:
+def take_snapshot(
+    settings: RouterSettings, cluster: Cluster, placement: Placement, leases: Leases, out: Outbox, now: float
+) -> Snapshot:
     """Copy what others may see. Costs about 10 µs an engine."""
     reasons = cluster.reasons(now)
     if placement.is_stopping:
@@ -84,6 +149,34 @@ def take_snapshot(cluster: Cluster, placement: Placement, leases: Leases, out: O
         answers={value: count for (name, value), count in out.counts.items() if name == "answers"},
         refused={value: count for (name, value), count in out.counts.items() if name == "refused"},
         ended={value: count for (name, value), count in out.counts.items() if name == "ended"},
+        flows=[
+            FlowView(
+                prefill=prefill, decode=decode, num_live=flow.num_live, num_ended=flow.num_ended,
+                num_failed=flow.num_failed, num_bytes=flow.num_bytes,
+            )
+            for (prefill, decode), flow in out.flows.items()
+        ],
+        policy={name: getattr(settings, name) for name in LIVE},
+    )  # fmt: skip
+
+
+def shifted(served: Served, offset: float) -> Served:
+    """A proxy's report with its own walls in the router's clock; stamps are in it already."""
+    first_byte = served.first_byte + offset if served.first_byte is not None else None
+    return replace(served, arrival=served.arrival + offset, end=served.end + offset, first_byte=first_byte)
+
+
+def _rank(rank: int, worker: Worker, now: float) -> RankView:
+    beat = worker.link.beat
+    return RankView(
+        rank=rank,
+        silent_s=now - worker.link.last_seen,
+        lag_s=beat.lag_s if beat else 0.0,
+        channels={peer: ready.kind for peer, ready in worker.ready.items() if ready.kind},
+        closed={peer: ready.reason for peer, ready in worker.ready.items() if not ready.kind},
+        tiers=[TierView(**asdict(tier)) for tier in beat.tiers] if beat else [],
+        counts=dict(beat.counts) if beat else {},
+        problems=list(beat.problems) if beat else [],
     )
 
 
@@ -98,10 +191,11 @@ def _state(engine: Engine) -> str:
 def _view(engine: Engine, leases: Leases, now: float) -> EngineView:
     hello = engine.hello
     worker = engine.workers.get(0)
+    beat = engine.sched.beat if engine.sched else None
     return EngineView(
         engine_id=engine.engine_id,
         incarnation=engine.incarnation,
-        role=hello.role if hello else None,
+        role=engine.role,
         state=_state(engine),
         url=hello.url if hello else "",
         model=hello.model if hello else "",
@@ -117,4 +211,9 @@ def _view(engine: Engine, leases: Leases, now: float) -> EngineView:
         num_waiting=engine.num_waiting,
         num_transfers=len(leases.of_engine(engine.engine_id)),
         channels={peer: ready.kind for peer, ready in worker.ready.items() if ready.kind} if worker else {},
+        credit_limit=engine.credit.limit,
+        lag_s=beat.lag_s if beat else 0.0,
+        problems=list(beat.problems) if beat else [],
+        counts=dict(beat.counts) if beat else {},
+        ranks=[_rank(rank, one, now) for rank, one in sorted(engine.workers.items())],
     )

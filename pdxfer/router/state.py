@@ -8,14 +8,27 @@ from collections.abc import Callable
 
 from pdxfer.core.ids import new_transfer_id
 from pdxfer.router.cluster import Cluster
-from pdxfer.router.events import Action, Event, Received, SetDrain, Stop, Unreachable
+from pdxfer.router.events import (
+    Action,
+    Event,
+    Received,
+    SetCreditLimit,
+    SetDrain,
+    SetPolicy,
+    SetRole,
+    Stop,
+    Tell,
+    Tick,
+    Unreachable,
+)
 from pdxfer.router.leases import Leases
 from pdxfer.router.members import Engine, Identity, Link, parse_route
 from pdxfer.router.outbox import Outbox
 from pdxfer.router.placement import Placement
 from pdxfer.router.relay import Relay
 from pdxfer.router.settings import RouterSettings
-from pdxfer.router.snapshot import Snapshot, take_snapshot
+from pdxfer.router.snapshot import Snapshot, shifted, take_snapshot
+from pdxfer.wire.manage import StoreOpUpdate
 from pdxfer.wire.messages import (
     CancelGrant,
     Drain,
@@ -30,6 +43,7 @@ from pdxfer.wire.messages import (
     PeerReady,
     ProxyHello,
     Release,
+    Served,
     Stamp,
     Started,
     WorkerHello,
@@ -64,6 +78,8 @@ class RouterState:
             self._set_drain(event.engine_id, event.on)
         elif isinstance(event, Stop):
             self.placement.stop(now)
+        elif not isinstance(event, Tick):
+            self._operate(event)
         else:
             self._tick()
         if self._capacity_changed and len(self.placement.queue):
@@ -73,7 +89,7 @@ class RouterState:
 
     def snapshot(self, now: float) -> Snapshot:
         """A copy for others to read."""
-        return take_snapshot(self.cluster, self.placement, self.leases, self.out, now)
+        return take_snapshot(self._settings, self.cluster, self.placement, self.leases, self.out, now)
 
     # ---- messages --------------------------------------------------------------------------------------------
 
@@ -102,6 +118,8 @@ class RouterState:
         if isinstance(message, Heartbeat):
             self.cluster.heartbeat(link.route, message, self._now, wall)
             self._capacity_changed = True
+        elif isinstance(message, StoreOpUpdate):
+            self.out.observed(engine.engine_id, message)
         elif isinstance(message, PeerReady):
             self.cluster.peer_ready(engine, link, message)
             self._capacity_changed = True
@@ -143,6 +161,9 @@ class RouterState:
             self.out.count("refused", "stranger")
         elif isinstance(message, Pair):
             self.placement.ask(route, message, self._now)
+        elif isinstance(message, Served):
+            offset = self.cluster.proxies[route].link.clock_offset or 0.0
+            self.out.observed("", shifted(message, offset))
         elif isinstance(message, Release):
             self.relay.release(route, message, self._now)
             self._transfer_over()
@@ -189,6 +210,31 @@ class RouterState:
         self.out.send_link(engine.sched, Drain(on=on))
         (self._draining.add if on else self._draining.discard)(engine_id)
         self._transfer_over()
+
+    def _operate(self, event: SetRole | SetCreditLimit | SetPolicy | Tell) -> None:
+        """What operators change while it runs."""
+        if isinstance(event, SetPolicy):
+            self._settings = event.settings
+            self.relay.lease_s = event.settings.lease_s
+            self.cluster.apply(event.settings)
+            self.placement.apply(event.settings)
+            self.out.happened("policy")
+            self._capacity_changed = True
+            return
+        engine = self.cluster.engines.get(event.engine_id)
+        if engine is None:
+            return
+        if isinstance(event, SetRole):
+            if engine.hello is not None and engine.hello.role == "both":
+                self.cluster.set_role(engine, event.role)
+        elif isinstance(event, SetCreditLimit):
+            engine.credit.limit = event.num_blocks
+            self.out.happened("credit_limit", engine_id=engine.engine_id, blocks=str(event.num_blocks or "none"))
+        else:
+            self.out.send(event.message, *engine.worker_routes)
+            if not event.workers_only:
+                self.out.send_link(engine.sched, event.message)
+        self._capacity_changed = True
 
     def _transfer_over(self) -> None:
         """A lease may have ended: capacity is back, a drain may be done."""

@@ -39,7 +39,7 @@ class WaitingQueue:
     """The queue. It decides the order; whether something fits is the caller's `try_place`."""
 
     def __init__(self, max_len: int) -> None:
-        self._max_len = max_len
+        self.max_len = max_len
         self._by_age: OrderedDict[Key, Waiting] = OrderedDict()
         self._tenants: OrderedDict[str, OrderedDict[Key, Waiting]] = OrderedDict()
 
@@ -60,7 +60,7 @@ class WaitingQueue:
     def add(self, waiting: Waiting) -> Waiting | None:
         """Queue one. If full, returns who must go: the newest of the tenant with most, or `waiting` itself."""
         crowded_out = None
-        if len(self._by_age) >= self._max_len:
+        if len(self._by_age) >= self.max_len:
             crowded = max(self._tenants.values(), key=len)
             if len(crowded) <= 1 + len(self._tenants.get(waiting.pair.tenant, ())):
                 return waiting

@@ -10,19 +10,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from pdxfer.wire.base import BlockIds as BlockIds
+from pdxfer.wire.base import Id as Id
+from pdxfer.wire.base import Message as Message
+from pdxfer.wire.base import Text as Text
+from pdxfer.wire.manage import SetLogLevel, StoreOp, StoreOpCancel, StoreOpUpdate
+
 Role = Literal["prefill", "decode", "both"]
 Leg = Literal["prefill", "decode"]
 Stage = Literal["started", "prefilled", "granted", "landed", "scheduled"]
 """Points of a request's life that engines stamp; the proxy adds arrival, pairing and first token."""
 Outcome = Literal["delivered", "failed", "aborted", "unused"]
-
-Id = Annotated[str, msgspec.Meta(max_length=128)]
-Text = Annotated[str, msgspec.Meta(max_length=2048)]
-BlockIds = Annotated[list[int], msgspec.Meta(max_length=1 << 17)]
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="m", forbid_unknown_fields=True):
-    """Base of all messages; the class name is the tag on the wire."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +77,24 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """Of its agents: grows when a fence replaced them."""
 
 
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of a member's store now; counters since its open (see store.base.TierStats)."""
+
+    kind: Id
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    """0: the tier does not know."""
+    num_values: int = 0
+    pinned_bytes: int = 0
+    leases: int = 0
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    evictions: int = 0
+    failures: int = 0
+    reachable: bool = True
+
+
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """S, W → R each 0.5 s."""
 
@@ -89,6 +105,13 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Blocks a new request may take, by vLLM's own rule; -1 from workers."""
     num_running: int = 0
     num_waiting: int = 0
+    lag_s: float = 0.0
+    """How late this heartbeat left: its thread was held up."""
+    tiers: Annotated[list[TierReport], msgspec.Meta(max_length=16)] = []
+    counts: Annotated[dict[Id, int], msgspec.Meta(max_length=64)] = {}
+    """Totals of this half since its start, by name (see metrics.catalog, process node)."""
+    problems: Annotated[list[Text], msgspec.Meta(max_length=8)] = []
+    """What is wrong with this half now: an allocator that does not add up, a tier that is away."""
 
 
 class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
@@ -262,6 +285,29 @@ class Ended(Message, frozen=True, tag="ended"):
     reason: Text = ""
 
 
+class Served(Message, frozen=True, tag="served"):
+    """P → R. One request is over: what the status page and the timelines by id show of it. Walls are the proxy's."""
+
+    request_id: Id
+    endpoint: Id
+    mode: Id
+    """pair, local or none."""
+    outcome: Id
+    arrival: float
+    end: float
+    first_byte: float | None = None
+    transfer_id: Id = ""
+    prefill: Id = ""
+    decode: Id = ""
+    reason: Text = ""
+    """Why it was local, or what became of the transfer."""
+    stamps: Annotated[dict[Stage, float], msgspec.Meta(max_length=8)] = {}
+    """In the router's clock."""
+    num_bytes: int = 0
+    num_tokens: int = 0
+    channel: Id = ""
+
+
 class Drain(Message, frozen=True, tag="drain"):
     """R → S. Take no new work (`on` True) or take it again."""
 
@@ -276,11 +322,11 @@ class Refused(Message, frozen=True, tag="refused"):
 
 FromMember = (
     Hello | WorkerHello | Heartbeat | Goodbye | PeerReady | ProxyHello | Pair | Release | Started | Grant
-    | CancelGrant | LegFailed | Stamp | Ended
+    | CancelGrant | LegFailed | Stamp | Ended | Served | StoreOpUpdate
 )
 """What the router accepts."""
 FromRouter = (
     HeartbeatAck | Peers | Pairing | Local | Busy | Started | Grant | CancelGrant | LegFailed | Stamp | Ended | Drain
-    | Refused
+    | Refused | StoreOp | StoreOpCancel | SetLogLevel
 )
 """What members accept."""
