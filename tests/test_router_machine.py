@@ -113,6 +113,7 @@ class RouterMachine(RuleBasedStateMachine):
         for proxy in set(self.world.state.cluster.proxies):
             self.world.say(proxy, Heartbeat(incarnation=1, wall=self.world.now))
         self.heartbeats(100, silent)
+        self.answers_are_right()
         self.world.tick()
 
     # ---- requests --------------------------------------------------------------------------------------------
