@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from pdxfer.store.base import Buffer, Outcome
+from pdxfer.store.bell import Bell
 from pdxfer.store.counters import TierCounters
 
 _CLASSES_PER_DOUBLING = 4
@@ -83,7 +84,7 @@ class BufferPool:
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._idle_bytes = 0
         self._lent_bytes = 0
-        self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+        self._returned = Bell()
 
     def __repr__(self) -> str:
         return f"<BufferPool lent={self._lent_bytes} idle={self._idle_bytes} of {self.max_bytes} B>"
@@ -117,29 +118,18 @@ class BufferPool:
             return None
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
-        while (buffer := self.try_take(num_bytes)) is None and loop.time() < end:
-            await self._news(num_bytes, end - loop.time())
-        return buffer
+        while True:
+            rung = self._returned.rung
+            if (buffer := self.try_take(num_bytes)) is not None:
+                return buffer
+            if not await self._returned.after(rung, end - loop.time()):
+                return None
 
     def close(self) -> None:
         """Unmap idle buffers; lent ones go when they come back. Idempotent."""
         with self._lock:
             self.max_bytes = 0
             self._drop_idle()
-
-    async def _news(self, num_bytes: int, timeout_s: float) -> None:
-        """Until some buffer came back, or the time is over."""
-        loop = asyncio.get_running_loop()
-        news: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            if self._lent_bytes + rounded_bytes(num_bytes) <= self.max_bytes:
-                return
-            self._waiting[news] = loop
-        try:
-            await asyncio.wait((news,), timeout=timeout_s)
-        finally:
-            with self._lock:
-                self._waiting.pop(news, None)
 
     def _drop_idle(self) -> None:
         """Let go of idle buffers until lent + idle fit; the lock is held. Unmapped with the last view of them."""
@@ -155,20 +145,7 @@ class BufferPool:
             self._idle.setdefault(size, []).append(block)
             self._idle_bytes += size
             self._drop_idle()
-            waiting, self._waiting = self._waiting, {}
-        for news, loop in waiting.items():
-            _wake(loop, news)
-
-
-def _wake(loop: asyncio.AbstractEventLoop, news: "asyncio.Future[None]") -> None:
-    def tell() -> None:
-        if not news.done():
-            news.set_result(None)
-
-    try:
-        loop.call_soon_threadsafe(tell)
-    except RuntimeError:  # that loop is closed: nobody waits there
-        return
+        self._returned.ring()
 
 
 class BufferLease:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pdxfer.config.store import Eviction, TierConfig
@@ -31,7 +32,8 @@ def key_of(name: object) -> bytes:
 
 def value_of(name: object, num_bytes: int) -> bytes:
     """Bytes that belong to a name: neither compressible nor equal to another's."""
-    return hashlib.shake_128(repr(name).encode()).digest(num_bytes)
+    seed = int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:8], "little")
+    return np.random.Generator(np.random.SFC64(seed)).bytes(num_bytes)
 
 
 async def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
