@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from array import array
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -42,11 +43,11 @@ def test_golden_bytes():
 
 def test_three_processes_agree():
     """No seed: interpreters with different hash seeds name the same chunks."""
-    code = "import tests.test_chunks as t; print([k.key.hex() for k in t.keys(extras=[b'', b'lora'])])"
+    code = "import test_chunks as t; print([k.key.hex() for k in t.keys(extras=[b'', b'lora'])])"
     outs = {
         subprocess.run(
             [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)},
             capture_output=True,
             check=True,
         ).stdout

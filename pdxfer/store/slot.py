@@ -1,0 +1,229 @@
+"""One tier in its place: every call bounded in time, behind a breaker, counted, and never an exception.
+
+Used by reading.py, writing.py and manage.py instead of the tier itself. Reads have a breaker of their own: a full disk
+still serves. A tier whose breaker is open is not asked at all; `probe` (the store's ticker) finds out when it is back.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from pdxfer.config.store import TierConfig
+from pdxfer.core.clock import Clock
+from pdxfer.store.base import KEY_BYTES, Buffer, Entry, EvictionNotices, Lease, Outcome, Reservation, Tier
+from pdxfer.store.policy import Breaker, BreakerState, SecondSight
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+IN_MEMORY = frozenset({"dram", "gpu"})
+"""Kinds whose values are read and written in place."""
+LOCAL = frozenset({"dram", "gpu", "disk", "file", "lmdb", "sqlite", "nixl-posix"})
+"""Kinds that belong to this host: their keys can be listed and mirrored."""
+PATIENCE_S = 0.05
+"""A call that was given less than this and did not make it says nothing about the tier."""
+GRACE_S = 0.02
+"""A tier ends its calls by itself at the deadline; this much later we stop waiting for it."""
+PROBE_KEY = bytes(KEY_BYTES)
+
+
+class TierSlot:
+    """A tier, its settings and its state. Loop thread only."""
+
+    def __init__(self, name: str, tier: Tier, config: TierConfig, clock: Clock) -> None:
+        self.name = name
+        """The tier's kind; a second one of that kind is `kind-2`."""
+        self.tier = tier
+        self.config = config
+        self.codec = config.codec
+        """How values are kept here (tiered.py falls back to raw where a codec cannot be used)."""
+        self.in_memory = tier.kind in IN_MEMORY
+        self.local = tier.kind in LOCAL
+        self.sight = SecondSight()
+        self.counts: Counter[str] = Counter()
+        """hits, misses, stored, corrupt, late, raised, skipped, dropped, lost, promoted, written_back."""
+        self._clock = clock
+        self.reads, self.writes = Breaker(), Breaker()
+        self._strays: set[asyncio.Future[Any]] = set()
+
+    def __repr__(self) -> str:
+        return f"<TierSlot {self.name} reads={self.reads.state} writes={self.writes.state} {dict(self.counts)}>"
+
+    @property
+    def readable(self) -> bool:
+        """Whether reads go to it now."""
+        return self.reads.state is BreakerState.CLOSED
+
+    @property
+    def strays(self) -> int:
+        """Calls that we stopped waiting for and that have not ended."""
+        return len(self._strays)
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[bytes], deadline: float) -> list[Entry | None] | None:
+        """As Tier.lookup; None: no answer."""
+        if not keys:
+            return []
+        return await self._read(lambda until: self.tier.lookup(keys, until), deadline)
+
+    async def get(self, key: bytes, deadline: float) -> Lease | None:
+        """As Tier.get. The caller releases."""
+        lease = await self._read(lambda until: self.tier.get(key, until), deadline, _release)
+        if lease is None:
+            self.counts["misses"] += 1
+        return lease
+
+    async def put(self, key: bytes, parts: Sequence[Buffer], deadline: float, tenant: str = "") -> Outcome:
+        """As Tier.put."""
+        outcome = await self._write(lambda until: self.tier.put(key, parts, until, tenant), deadline)
+        return self._stored(outcome)
+
+    async def reserve(self, key: bytes, num_bytes: int, deadline: float, tenant: str = "") -> Reservation | Outcome:
+        """As Tier.reserve."""
+        work = await self._write(lambda until: self.tier.reserve(key, num_bytes, until, tenant), deadline, _abort)
+        return Outcome.LATE if work is None else work
+
+    async def commit(self, reservation: Reservation, deadline: float) -> Outcome:
+        """As Reservation.commit."""
+        return self._stored(await self._write(lambda _: reservation.commit(), deadline))
+
+    async def delete(self, keys: Sequence[bytes], deadline: float) -> int:
+        """As Tier.delete."""
+        return await self._write(lambda until: self.tier.delete(keys, until), deadline) or 0
+
+    async def pin(self, keys: Sequence[bytes], ttl_s: float | None, deadline: float) -> int:
+        """As Tier.pin."""
+        return await self._write(lambda until: self.tier.pin(keys, ttl_s, until), deadline) or 0
+
+    async def unpin(self, keys: Sequence[bytes], deadline: float) -> int:
+        """As Tier.unpin."""
+        return await self._write(lambda until: self.tier.unpin(keys, until), deadline) or 0
+
+    async def scan(self, after: bytes, limit: int, deadline: float) -> list[Entry] | None:
+        """As Tier.scan; None: no answer."""
+        return await self._read(lambda until: self.tier.scan(after, limit, until), deadline)
+
+    async def probe(self) -> None:
+        """If reads are stopped and a pause is over: ask for nothing in particular; an answer opens the tier again."""
+        now = self._clock.now()
+        if self.readable or not self.reads.allows(now):
+            return
+        deadline = now + self.config.get_timeout_s
+        await self._bounded(lambda until: self.tier.lookup((PROBE_KEY,), until), self.reads, deadline, None)
+        if self.readable:
+            self.writes.succeeded()
+            log.info("store: tier %s answers again", self.name)
+
+    def take_evicted(self) -> list[bytes] | None:
+        """Keys the tier dropped by itself; None: too many, or it cannot tell."""
+        return self.tier.take_evicted() if isinstance(self.tier, EvictionNotices) else []
+
+    async def settle(self, deadline: float) -> None:
+        """Wait for calls that were given up. Before close."""
+        if self._strays:
+            await asyncio.wait(set(self._strays), timeout=max(0.0, deadline - self._clock.now()))
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+
+    async def _read(
+        self,
+        work: Callable[[float], Awaitable[T]],
+        deadline: float,
+        dispose: Callable[[T], None] | None = None,
+    ) -> T | None:
+        if not self.readable:
+            self.counts["skipped"] += 1
+            return None
+        return await self._bounded(work, self.reads, min(deadline, self._after(self.config.get_timeout_s)), dispose)
+
+    async def _write(
+        self,
+        work: Callable[[float], Awaitable[T]],
+        deadline: float,
+        dispose: Callable[[T], None] | None = None,
+    ) -> T | None:
+        if not self.writes.allows(self._clock.now()):
+            self.counts["skipped"] += 1
+            return None
+        return await self._bounded(work, self.writes, min(deadline, self._after(self.config.put_timeout_s)), dispose)
+
+    def _after(self, seconds: float) -> float:
+        return self._clock.now() + seconds
+
+    async def _bounded(
+        self,
+        work: Callable[[float], Awaitable[T]],
+        breaker: Breaker,
+        until: float,
+        dispose: Callable[[T], None] | None,
+    ) -> T | None:
+        """The call's result, or None: it failed, or did not end in time. What arrives later is disposed of."""
+        budget = until - self._clock.now()
+        if budget <= 0:
+            return None
+        task = asyncio.ensure_future(work(until))
+        try:
+            await asyncio.wait((task,), timeout=budget + GRACE_S)
+        except asyncio.CancelledError:
+            self._abandon(task, dispose)
+            raise
+        if not task.done():
+            self._abandon(task, dispose)
+            self.counts["late"] += 1
+            if budget >= PATIENCE_S:
+                self._failed(breaker, "no answer in time")
+            return None
+        return self._result(task, breaker)
+
+    def _result(self, task: "asyncio.Future[T]", breaker: Breaker) -> T | None:
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            # The contract forbids it; a plug-in's bug must not end a request.
+            self.counts["raised"] += 1
+            log.error("store: tier %s raised %r; treated as a miss", self.name, error)
+            self._failed(breaker, "it raised")
+            return None
+        result = task.result()
+        if result is Outcome.FAILED or not self.tier.stats().reachable:
+            self._failed(breaker, "its server or medium does not answer")
+        else:
+            breaker.succeeded()
+        return result
+
+    def _failed(self, breaker: Breaker, why: str) -> None:
+        before = breaker.state
+        breaker.failed(self._clock.now())
+        if before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
+            kind = "reads from" if breaker is self.reads else "writes to"
+            log.warning("store: %s tier %s stopped: %s; it is probed until it is back", kind, self.name, why)
+
+    def _stored(self, outcome: Outcome | None) -> Outcome:
+        if outcome is None:
+            return Outcome.LATE
+        self.counts[outcome.value] += 1
+        return outcome
+
+    def _abandon(self, task: "asyncio.Future[T]", dispose: Callable[[T], None] | None) -> None:
+        """Cancel; whatever it still returns is given back."""
+
+        def ended(done: "asyncio.Future[T]") -> None:
+            self._strays.discard(done)
+            if not done.cancelled() and done.exception() is None and dispose is not None:
+                dispose(done.result())
+
+        self._strays.add(task)
+        task.add_done_callback(ended)
+        task.cancel()
+
+
+def _release(lease: Lease | None) -> None:
+    if lease is not None:
+        lease.release()
+
+
+def _abort(work: Reservation | Outcome) -> None:
+    if not isinstance(work, Outcome):
+        work.abort()

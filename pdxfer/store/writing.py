@@ -1,0 +1,295 @@
+"""The write half of the tiered store: a chunk goes into memory at once, from there to other tiers in the background.
+
+    save ──► front tier (first in memory): reserve, copy + digest, commit ──► lanes: every `write: through` tier
+                │ refused, or there is none                                    └─► `back`: when the front fills up
+                └─► a copy of its own ──► lanes                  hits in slow tiers ──► lanes of faster ones (promote)
+
+Bounded everywhere; what does not fit is dropped and counted. A `reserved` save (spill) is never dropped: it waits for
+room until its deadline and says truthfully whether a tier has the bytes.
+"""
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+from pdxfer.codec.frame import FrameError, read_header
+from pdxfer.core.clock import Clock
+from pdxfer.store.base import Buffer, Lease, Outcome
+from pdxfer.store.chunk import NewChunk, Saved, SaveResult
+from pdxfer.store.events import EventLog
+from pdxfer.store.lanes import Copy, Lane, SharedView
+from pdxfer.store.policy import SecondSight
+from pdxfer.store.slot import TierSlot
+from pdxfer.store.transcode import RAW, Transcoder
+from pdxfer.store.workers import Workers
+
+log = logging.getLogger(__name__)
+
+MAX_STAGED_BYTES = 256 << 20
+"""Copies of chunks that no memory tier took, on their way to slower ones."""
+MAX_PROMOTIONS = 8
+"""Leases of slow tiers that wait in one lane: their buffers are few."""
+BACK_FROM = 0.75
+"""Fill of the front tier from which `write: back` tiers get what only it has, oldest first."""
+HELD = (Outcome.STORED, Outcome.ALREADY)
+
+
+class Writer:
+    """Saves, promotions and write-back of one store. Loop thread only."""
+
+    def __init__(
+        self,
+        slots: Sequence[TierSlot],
+        coder: Transcoder,
+        workers: Workers,
+        events: EventLog,
+        clock: Clock,
+        max_pending: int,
+        second_sight: bool,
+        distrust: Callable[[TierSlot, bytes, str], Awaitable[None]],
+    ) -> None:
+        self._slots, self._coder, self._workers = slots, coder, workers
+        self._events, self._clock, self._distrust = events, clock, distrust
+        self._max_pending = max_pending
+        self._saving = 0
+        self._staged_bytes = 0
+        self._sight = SecondSight() if second_sight else None
+        self.front = next((s for s in slots if s.in_memory and s.codec == RAW and s.config.write == "through"), None)
+        self.lanes = {slot.name: Lane(slot, max_pending, self._copy) for slot in slots}
+        back = [slot for slot in slots if slot.config.write == "back"]
+        self._dirty: dict[str, OrderedDict[bytes, str]] = {s.name: OrderedDict() for s in back if self.front}
+        self.counts: Counter[str] = Counter()
+        """saves by outcome (Saved)."""
+
+    def start(self) -> None:
+        """Begin to work; on the loop."""
+        for lane in self.lanes.values():
+            lane.start()
+
+    @property
+    def pending(self) -> int:
+        """Chunks on their way into some tier."""
+        return self._saving + sum(lane.pending for lane in self.lanes.values())
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory of our own that waits to be written."""
+        return self._staged_bytes
+
+    # ---- save --------------------------------------------------------------------------------------------------------
+
+    async def save(self, chunk: NewChunk, deadline: float, tenant: str, reserved: bool) -> SaveResult:
+        """As TieredStore.save."""
+        result = await self._admitted(chunk, deadline, tenant, reserved)
+        self.counts[result.outcome.value] += 1
+        return result
+
+    async def _admitted(self, chunk: NewChunk, deadline: float, tenant: str, reserved: bool) -> SaveResult:
+        if not reserved:
+            if self._sight is not None and not self._sight.admits(chunk.key):
+                return SaveResult(outcome=Saved.SKIPPED)
+            if self._saving >= self._max_pending:
+                return SaveResult(outcome=Saved.DROPPED)
+        self._saving += 1
+        try:
+            return await self._save(chunk, deadline, tenant, reserved)
+        finally:
+            self._saving -= 1
+
+    async def _save(self, chunk: NewChunk, deadline: float, tenant: str, reserved: bool) -> SaveResult:
+        said: dict[str, Outcome] = {}
+        if self.front is not None:
+            outcome = await self._into_front(self.front, chunk, deadline, tenant)
+            said[self.front.name] = outcome
+            if outcome in HELD:
+                self._send_down(chunk.key, tenant)
+                return SaveResult(outcome=Saved.HELD if outcome is Outcome.STORED else Saved.ALREADY, tiers=said)
+        if reserved:
+            return await self._somewhere(chunk, deadline, tenant, said)
+        return await self._stage(chunk, tenant, said)
+
+    async def _into_front(self, front: TierSlot, chunk: NewChunk, deadline: float, tenant: str) -> Outcome:
+        """Reserve, fill in a worker thread, commit."""
+        room = await front.reserve(chunk.key, self._coder.raw_frame_bytes(chunk), deadline, tenant)
+        if isinstance(room, Outcome):
+            front.counts[room.value] += 1
+            return room
+        async with room:
+            await self._workers.run(self._coder.fill_raw, room.view, chunk)
+            outcome = await front.commit(room, deadline)
+        if outcome is Outcome.STORED:
+            self._events.add(front.name, [chunk.key])
+            for dirty in self._dirty.values():
+                dirty[chunk.key] = tenant
+        return outcome
+
+    def _send_down(self, key: bytes, tenant: str) -> None:
+        """The front has it: every other `through` tier that has not, gets it from there."""
+        for slot in self._takers(key):
+            self.lanes[slot.name].offer(Copy(key=key, tenant=tenant, source=None, why="stored"))
+
+    def _takers(self, key: bytes) -> list[TierSlot]:
+        """Tiers that a save should reach beyond the front: they write, lack the key, and their admission takes it."""
+        return [
+            slot
+            for slot in self._slots
+            if slot is not self.front
+            and (slot.config.write == "through" or (slot.config.write == "back" and self.front is None))
+            and not self._events.holds(slot.name, key)
+            and (not slot.config.admit_second_sight or slot.sight.admits(key))
+        ]
+
+    async def _stage(self, chunk: NewChunk, tenant: str, said: dict[str, Outcome]) -> SaveResult:
+        """No memory tier has it: one copy of our own for all lanes, so that the caller's blocks are free."""
+        takers = self._takers(chunk.key)
+        size = self._coder.raw_frame_bytes(chunk)
+        if not takers:
+            return SaveResult(outcome=Saved.FAILED if said else Saved.SKIPPED, tiers=said)
+        if self._staged_bytes + size > MAX_STAGED_BYTES:
+            return SaveResult(outcome=Saved.DROPPED, tiers=said)
+        self._staged_bytes += size
+        try:
+            frame = await self._workers.run(self._coder.raw_frame, chunk)
+        except BaseException:
+            self._staged_bytes -= size
+            raise
+
+        def release() -> None:
+            self._staged_bytes -= size
+
+        source = SharedView(memoryview(frame), len(takers), release)
+        offered = [
+            self.lanes[slot.name].offer(Copy(key=chunk.key, tenant=tenant, source=source, why="stored"))
+            for slot in takers
+        ]
+        return SaveResult(outcome=Saved.QUEUED if any(offered) else Saved.DROPPED, tiers=said)
+
+    async def _somewhere(self, chunk: NewChunk, deadline: float, tenant: str, said: dict[str, Outcome]) -> SaveResult:
+        """A reserved save that memory refused: the first tier that takes it, whatever its write policy."""
+        frame = memoryview(await self._workers.run(self._coder.raw_frame, chunk))
+        for slot in self._slots:
+            if slot is self.front or self._clock.now() >= deadline:
+                continue
+            outcome = said[slot.name] = await self._put(slot, chunk.key, frame, deadline, tenant)
+            if outcome in HELD:
+                return SaveResult(outcome=Saved.HELD if outcome is Outcome.STORED else Saved.ALREADY, tiers=said)
+        return SaveResult(outcome=Saved.FAILED, tiers=said)
+
+    # ---- promotion and write-back ------------------------------------------------------------------------------------
+
+    def promote(self, source: TierSlot, key: bytes, lease: Lease, tenant: str) -> None:
+        """A hit in a slow tier: into every faster one that writes through and lacks it. Takes the lease over."""
+        faster = self._slots[: self._slots.index(source)]
+        takers = [
+            slot
+            for slot in faster
+            if slot.config.write == "through"
+            and not self._events.holds(slot.name, key)
+            and (not slot.config.admit_second_sight or slot.sight.admits(key))
+        ]
+        if not takers:
+            lease.release()
+            return
+        shared = SharedView.of(lease, len(takers))
+        for slot in takers:
+            lane = self.lanes[slot.name]
+            if lane.pending >= MAX_PROMOTIONS:
+                slot.counts["dropped"] += 1
+                shared.done()
+            else:
+                lane.offer(Copy(key=key, tenant=tenant, source=shared, why="promoted"))
+
+    def evicted_from_front(self, keys: Sequence[bytes]) -> None:
+        """Gone before they were written back: lost."""
+        for name, dirty in self._dirty.items():
+            for key in keys:
+                if dirty.pop(key, None) is not None:
+                    self.lanes[name].slot.counts["lost"] += 1
+
+    def write_back(self, everything: bool = False) -> None:
+        """Give `back` tiers the oldest of what only the front has, while that is fuller than it should be."""
+        if self.front is None:
+            return
+        stats = self.front.tier.stats()
+        full = not stats.capacity_bytes or stats.used_bytes >= BACK_FROM * stats.capacity_bytes
+        if not full and not everything:
+            return
+        for name, dirty in self._dirty.items():
+            lane = self.lanes[name]
+            while dirty and lane.room > 0:
+                key, tenant = dirty.popitem(last=False)
+                if not lane.slot.config.admit_second_sight or lane.slot.sight.admits(key):
+                    lane.offer(Copy(key=key, tenant=tenant, source=None, why="written_back"))
+
+    @property
+    def num_dirty(self) -> int:
+        """Chunks that only the front has and a `back` tier should get."""
+        return sum(map(len, self._dirty.values()))
+
+    # ---- one copy ----------------------------------------------------------------------------------------------------
+
+    async def _copy(self, slot: TierSlot, copy: Copy) -> None:
+        """Work of a lane: the value into its tier, in its codec."""
+        deadline = self._clock.now() + slot.config.put_timeout_s
+        if copy.source is not None:
+            outcome = await self._put(slot, copy.key, copy.source.view, deadline, copy.tenant)
+        else:
+            assert self.front is not None
+            lease = await self.front.get(copy.key, deadline)
+            if lease is None:
+                slot.counts["lost"] += 1
+                return
+            async with lease:
+                outcome = await self._put(slot, copy.key, lease.view, deadline, copy.tenant)
+        if outcome is Outcome.STORED and copy.why != "stored":
+            slot.counts[copy.why] += 1
+
+    async def bring(
+        self, key: bytes, sources: Sequence[TierSlot], target: TierSlot, deadline: float, tenant: str
+    ) -> Outcome | None:
+        """Copy one value from the first source that has it intact, and wait for it. None: no source has it."""
+        for source in sources:
+            lease = await source.get(key, deadline)
+            if lease is None:
+                continue
+            async with lease:
+                try:
+                    await self._workers.run(self._coder.check, lease.view, key)
+                except FrameError as error:
+                    why = str(error)
+                else:
+                    return await self._put(target, key, lease.view, deadline, tenant)
+            await self._distrust(source, key, why)
+        return None
+
+    async def _put(self, slot: TierSlot, key: bytes, frame: memoryview, deadline: float, tenant: str) -> Outcome:
+        """A frame of any codec into a tier, in that tier's codec."""
+        try:
+            parts: Sequence[Buffer] = (frame,)
+            if read_header(frame).codec != slot.codec:
+                parts = await self._workers.run(self._coder.recode, frame, key, slot.codec, slot.config.level)
+        except FrameError as error:
+            log.warning("store: chunk %s is not copied to tier %s: %s", key.hex()[:12], slot.name, error)
+            slot.counts["unreadable"] += 1
+            return Outcome.FAILED
+        outcome = await slot.put(key, parts, deadline, tenant)
+        if outcome in HELD:
+            self._events.add(slot.name, [key])
+        return outcome
+
+    async def drain(self, deadline: float) -> None:
+        """Write back everything and wait for the lanes, until the deadline."""
+        while self.pending or self.num_dirty:
+            left = deadline - self._clock.now()
+            if left <= 0:
+                return
+            self.write_back(everything=True)
+            for lane in self.lanes.values():
+                await lane.drain(left)
+            await asyncio.sleep(0.001 if self._saving else 0)
+
+    async def close(self) -> None:
+        """Stop the lanes; what they had queued is dropped. Idempotent."""
+        for lane in self.lanes.values():
+            await lane.close()
