@@ -17,7 +17,7 @@ import pytest
 
 from pdxfer.config.store import Eviction, TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
-from pdxfer.store.base import Entry, Outcome, Tier
+from pdxfer.store.base import Buffer, Entry, Outcome, Tier
 from pdxfer.testing.fake_clock import FakeClock
 
 WAIT_S = 20.0
@@ -84,7 +84,7 @@ class Opened:
     async def put(self, key: bytes, value: bytes, tenant: str = "") -> Outcome:
         """Put `value` in three parts."""
         cut = len(value) // 3
-        parts = [value[:cut], memoryview(value)[cut : 2 * cut], value[2 * cut :]]
+        parts: list[Buffer] = [value[:cut], memoryview(value)[cut : 2 * cut], value[2 * cut :]]
         return await self.tier.put(key, parts, self.soon, tenant)
 
     async def stored(self, *names: object, num_bytes: int = 1000, tenant: str = "") -> None:
