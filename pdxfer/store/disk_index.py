@@ -1,0 +1,220 @@
+"""The index of a local tier in DRAM: which values there are, pins, quotas, age; who goes first by evict.py.
+
+Pure and single-threaded: used by disk_local.py on the event loop, no I/O. The medium (slab, LMDB, SQLite) keeps the
+same facts durably and rebuilds this at open.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from pdxfer.config.store import Eviction
+from pdxfer.store.base import Entry
+from pdxfer.store.disk_space import Extent
+from pdxfer.store.evict import new_policy
+
+TENANT_BYTES = 32
+"""Of a tenant's name as it is kept; longer ones end in a digest."""
+FOREVER = math.inf
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Record:
+    """One value: where it is and what is known of it."""
+
+    key: bytes
+    num_bytes: int
+    tenant: str = ""
+    created_wall: float = 0.0
+    pin_until: float = 0.0
+    """Wall seconds; 0: not pinned, inf: until unpinned."""
+    digest: int = 0
+    """xxh3-64 of the value."""
+    generation: int = 0
+    """Counts up with every value written to this place; tells a reused slot from the old one."""
+    slot: int = -1
+    extents: tuple[Extent, ...] = ()
+    hits: int = 0
+    readers: int = 0
+    """Threads reading the place now; it is not reused before they end."""
+    errors: int = 0
+    """Reads in a row that the medium refused."""
+    epoch: int = 0
+    """Which attachment of the medium gave it its place."""
+    dead: bool = False
+    """Evicted, deleted, late or replaced: its entry must not be written any more."""
+
+
+def kept_tenant(tenant: str) -> str:
+    """The tenant's name as it is kept with the value."""
+    if len(tenant.encode()) <= TENANT_BYTES:
+        return tenant
+    head = tenant.encode()[: TENANT_BYTES - 17].decode("utf-8", "ignore")
+    return f"{head}~{xxhash.xxh3_64_hexdigest(tenant.encode())}"
+
+
+class Index:
+    """Values by key. `unit_bytes` is what room is given out in."""
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        unit_bytes: int,
+        tenant_quota: Mapping[str, int],
+        pin_fraction: float,
+        ttl_s: float,
+        eviction: Eviction,
+    ) -> None:
+        self.used_bytes = 0
+        self._unit_bytes = unit_bytes
+        self._pin_bytes = int(capacity_bytes * pin_fraction)
+        self._quota = {kept_tenant(tenant): quota for tenant, quota in tenant_quota.items()}
+        self._ttl_s = ttl_s
+        self._by_age: dict[bytes, Record] = {}
+        self._policy = new_policy(eviction)
+        self._pinned: dict[bytes, Record] = {}
+        """Not known to the policy."""
+        self._next_unpin = FOREVER
+        self._tenants: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._by_age.values())
+
+    def room_of(self, num_bytes: int) -> int:
+        """Bytes of the medium a value occupies."""
+        return -(-num_bytes // self._unit_bytes) * self._unit_bytes
+
+    def find(self, key: bytes, wall: float) -> Record | None:
+        """The value, unless it is too old."""
+        record = self._by_age.get(key)
+        return None if record is None or self._too_old(record, wall) else record
+
+    def placed(self, record: Record) -> None:
+        """Room was given to it."""
+        self._count(record, self.room_of(record.num_bytes))
+
+    def freed(self, record: Record) -> None:
+        """Its room came back."""
+        self._count(record, -self.room_of(record.num_bytes))
+
+    def add(self, record: Record) -> None:
+        """A placed value has become visible."""
+        assert record.key not in self._by_age and not record.dead, record
+        self._by_age[record.key] = record
+        if record.pin_until:
+            self._keep(record)
+        else:
+            self._policy.added(record.key, record.num_bytes)
+
+    def remove(self, record: Record) -> None:
+        """It is not visible any more."""
+        del self._by_age[record.key]
+        record.dead = True
+        self._policy.removed(record.key)
+        self._pinned.pop(record.key, None)
+
+    def used(self, record: Record) -> None:
+        """It was read."""
+        record.hits += 1
+        self._policy.used(record.key)
+
+    def expired(self, wall: float) -> list[Record]:
+        """Values beyond their ttl."""
+        gone = []
+        for record in self._by_age.values():
+            if not self._too_old(record, wall):
+                break
+            gone.append(record)
+        return gone
+
+    def victim(self, wall: float, tenant: str | None = None) -> Record | None:
+        """Who goes first, of this tenant or of all, to be removed by the caller; None: all are pinned or being read."""
+        self._end_pins(wall)
+
+        def stays(key: bytes) -> bool:
+            record = self._by_age[key]
+            return bool(record.readers) or (tenant is not None and record.tenant != tenant)
+
+        key = self._policy.evict(stays)
+        return None if key is None else self._by_age[key]
+
+    # -- pins and quotas ----------------------------------------------------------------------------------------------
+
+    def pinned_bytes(self, wall: float) -> int:
+        """Room of the values that are pinned now."""
+        self._end_pins(wall)
+        return sum(self.room_of(record.num_bytes) for record in self._pinned.values())
+
+    def pin(self, record: Record, until: float, wall: float) -> bool:
+        """Whether the quota allows it; a later call replaces the time."""
+        pinned = self.pinned_bytes(wall)
+        if record.key not in self._pinned and pinned + self.room_of(record.num_bytes) > self._pin_bytes:
+            return False
+        record.pin_until = until
+        self._policy.removed(record.key)
+        self._keep(record)
+        return True
+
+    def unpin(self, record: Record) -> None:
+        """It may go again."""
+        record.pin_until = 0.0
+        if self._pinned.pop(record.key, None) is not None:
+            self._policy.added(record.key, record.num_bytes)
+
+    def over_quota(self, tenant: str, num_bytes: int) -> bool:
+        """Whether the tenant has no room left for a value of this size."""
+        quota = self._quota.get(tenant)
+        return quota is not None and self._tenants.get(tenant, 0) + self.room_of(num_bytes) > quota
+
+    def never_fits(self, tenant: str, num_bytes: int) -> bool:
+        """Whether one such value exceeds all that the tenant may keep."""
+        return tenant in self._quota and self.room_of(num_bytes) > self._quota[tenant]
+
+    # -- showing ----------------------------------------------------------------------------------------------------
+
+    def entry(self, record: Record, wall: float) -> Entry:
+        """As lookup and scan show it."""
+        return Entry(
+            key=record.key,
+            num_bytes=record.num_bytes,
+            pinned=record.pin_until > wall,
+            created_wall=record.created_wall,
+            hits=record.hits,
+            tenant=record.tenant,
+        )
+
+    def scan(self, after: bytes, limit: int, wall: float) -> list[Entry]:
+        """The first `limit` entries beyond `after`."""
+        keys: Iterable[bytes] = heapq.nsmallest(limit, (key for key in self._by_age if key > after))
+        found = [self.find(key, wall) for key in keys]
+        return [self.entry(record, wall) for record in found if record is not None]
+
+    def _keep(self, record: Record) -> None:
+        self._pinned[record.key] = record
+        self._next_unpin = min(self._next_unpin, record.pin_until)
+
+    def _end_pins(self, wall: float) -> None:
+        """Pins whose time is over."""
+        if wall < self._next_unpin:
+            return
+        for record in [record for record in self._pinned.values() if record.pin_until <= wall]:
+            self.unpin(record)
+        self._next_unpin = min((record.pin_until for record in self._pinned.values()), default=FOREVER)
+
+    def _too_old(self, record: Record, wall: float) -> bool:
+        return bool(self._ttl_s) and record.created_wall + self._ttl_s <= wall and record.pin_until <= wall
+
+    def _count(self, record: Record, room: int) -> None:
+        self.used_bytes += room
+        left = self._tenants.get(record.tenant, 0) + room
+        if left:
+            self._tenants[record.tenant] = left
+        else:
+            self._tenants.pop(record.tenant, None)
