@@ -1,0 +1,292 @@
+"""The redis tier on real servers: Redis (apt) and Valkey (wheel), with users, TLS, a cluster and a sentinel."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from servers.redis import Certificates, RedisServer, Sentinel, cluster, move_all_slots
+
+from pdxfer.config.store import TierConfig
+from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.core.errors import ConfigError
+from pdxfer.store.base import Outcome, Tier
+from pdxfer.store.open import open_tier
+from pdxfer.store.remote.pieces import PIECE_BYTES
+from pdxfer.store.remote.redis import RedisTier
+from pdxfer.testing.fake_clock import FakeClock
+from pdxfer.testing.tier_kit import Wanted, key_of, until, value_of
+from pdxfer.testing.tier_suite import TierSuite
+
+pytestmark = pytest.mark.slow
+MIB = 1 << 20
+LARGE = 3 * MIB + 17
+
+
+@pytest.fixture(scope="module", params=["redis", "valkey"])
+def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    with RedisServer(request.param) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[RedisServer]:
+    with RedisServer("valkey") as running:
+        running.ask("ACL", "SETUSER", "kv", "on", ">secret", "~*", "+@all")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("tls"))
+
+
+class TestContract(TierSuite):
+    """The promises of every tier."""
+
+    survives_restart = True
+    capacity_bound = False
+    pins = False
+    expires = False
+
+    @pytest.fixture(autouse=True)
+    def _on(self, server: RedisServer) -> None:
+        self.url = server.url()
+
+    def make(self, where: Path, clock: FakeClock, wanted: Wanted) -> Tier:
+        config = TierConfig(url=self.url, ttl_s=wanted.ttl_s, options={"prefix": f"{where}:"})
+        return RedisTier(config, clock, **wanted.limits())
+
+
+@asynccontextmanager
+async def opened(url: str, **options: str) -> AsyncIterator[Tier]:
+    tier = await open_tier(TierConfig(url=url, options=options), SYSTEM_CLOCK)
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+def soon() -> float:
+    return SYSTEM_CLOCK.now() + 10.0
+
+
+async def put(tier: Tier, *names: object, num_bytes: int = 1000) -> None:
+    for name in names:
+        assert await tier.put(key_of(name), [value_of(name, num_bytes)], soon()) is Outcome.STORED
+
+
+async def get(tier: Tier, name: object) -> bytes | None:
+    lease = await tier.get(key_of(name), soon())
+    if lease is None:
+        return None
+    async with lease:
+        return bytes(lease.view)
+
+
+async def works(tier: Tier) -> None:
+    """A small and a large value go and come."""
+    for name, num_bytes in (("small", 100), ("large", LARGE)):
+        await put(tier, name, num_bytes=num_bytes)
+        assert await get(tier, name) == value_of(name, num_bytes)
+    assert await tier.delete([key_of("small"), key_of("large")], soon()) == 2
+    assert tier.stats().failures == {}
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_value_lies_in_pieces_of_at_most_a_mebibyte_and_delete_leaves_none(server: RedisServer) -> None:
+    server.ask("FLUSHALL")
+    async with opened(server.url()) as tier:
+        await put(tier, "k", num_bytes=LARGE)
+        assert server.ask("DBSIZE") == b":4\r\n"
+        name = "pdxfer:{" + key_of("k").hex() + "}"
+        assert server.ask("STRLEN", name) == b":%d\r\n" % PIECE_BYTES
+        assert server.ask("TTL", name) == b":-1\r\n"
+        assert await tier.delete([key_of("k")], soon()) == 1
+        assert server.ask("DBSIZE") == b":0\r\n"
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "flipped", "swapped", "foreign head", "short head"])
+async def test_a_damaged_value_is_a_counted_miss_and_can_be_stored_again(server: RedisServer, damage: str) -> None:
+    server.ask("FLUSHALL")
+    async with opened(server.url()) as tier:
+        await put(tier, "k", "other", num_bytes=LARGE)
+        head = "pdxfer:{" + key_of("k").hex() + "}"
+        names = sorted(name for name in _names(server) if name.startswith(head + ":"))
+        match damage:
+            case "missing":
+                server.ask("DEL", names[1])
+            case "short":
+                server.ask("SETRANGE", names[2], "20000", "x" * 10)
+            case "flipped":
+                server.ask("SETRANGE", names[0], "5000", "?!?")
+            case "swapped":
+                server.ask("RENAME", names[0], "t"), server.ask("RENAME", names[1], names[0])
+                server.ask("RENAME", "t", names[1])
+            case "foreign head":
+                server.ask("COPY", "pdxfer:{" + key_of("other").hex() + "}", head, "REPLACE")
+            case _:
+                server.ask("SET", head, "something else")
+        assert await get(tier, "k") is None
+        assert tier.stats().failures == {"damaged": 1}
+        assert await get(tier, "other") == value_of("other", LARGE)
+        assert await tier.put(key_of("k"), [value_of("k", LARGE)], soon()) is Outcome.STORED
+        assert await get(tier, "k") == value_of("k", LARGE)
+
+
+def _names(server: RedisServer) -> list[str]:
+    lines = server.ask("KEYS", "*").decode().split("\r\n")
+    return [line for line in lines if line.startswith("pdxfer:")]
+
+
+async def test_values_expire_as_a_whole(server: RedisServer) -> None:
+    server.ask("FLUSHALL")
+    tier = await open_tier(TierConfig(url=server.url(), ttl_s=100.0), SYSTEM_CLOCK)
+    await put(tier, "k", num_bytes=LARGE)
+    left = {int(server.ask("TTL", name)[1:-2]) for name in _names(server)}
+    assert len(_names(server)) == 4 and left <= {98, 99, 100}
+    await tier.close()
+
+
+async def test_a_full_server_says_full_and_keeps_no_part_of_the_value(server: RedisServer) -> None:
+    server.ask("FLUSHALL")
+    server.ask("CONFIG", "SET", "maxmemory", "8mb")
+    try:
+        async with opened(server.url()) as tier:
+            outcome, number = Outcome.STORED, 0
+            while outcome is Outcome.STORED and number < 20:
+                outcome, number = await tier.put(key_of(number), [value_of(0, LARGE)], soon()), number + 1
+            assert outcome is Outcome.FULL
+            assert number >= 2
+            assert tier.stats().reachable and tier.stats().failures == {"full": 1}
+            assert len(_names(server)) == 4 * (number - 1)
+            assert await get(tier, 0) == value_of(0, LARGE)
+    finally:
+        server.ask("CONFIG", "SET", "maxmemory", "0")
+
+
+# -- who may come in --------------------------------------------------------------------------------------------------
+
+
+async def test_user_password_and_database(valkey: RedisServer) -> None:
+    async with opened(valkey.url(login="kv:secret@", rest="/3")) as tier:
+        await works(tier)
+        await put(tier, "k")
+        assert b"db3:keys=1" in valkey.ask("INFO", "keyspace")
+
+
+async def test_a_wrong_password_is_said_clearly_and_not_shown(
+    valkey: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with opened(valkey.url(login="kv:wr0ng@")) as tier:
+        assert await tier.lookup([key_of("k")], soon()) == [None]
+        assert await get(tier, "k") is None
+        assert await tier.put(key_of("k"), [b"x"], soon()) is Outcome.FAILED
+        assert not tier.stats().reachable and "refused" in tier.stats().failures
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(said) == 1 and "WRONGPASS" in said[0] and "'kv'" in said[0]
+    assert "wr0ng" not in caplog.text and "wr0ng" not in repr(tier)
+
+
+async def test_the_tier_is_back_when_the_password_is_right(valkey: RedisServer) -> None:
+    valkey.ask("ACL", "SETUSER", "late", "on", ">before", "~*", "+@all")
+    async with opened(valkey.url(login="late:after@")) as tier:
+        assert not tier.stats().reachable
+        valkey.ask("ACL", "SETUSER", "late", ">after")
+        await until(lambda: tier.stats().reachable, "the tier to log in", 5.0)
+        assert await tier.put(key_of("late"), [b"x"], soon()) is Outcome.STORED
+
+
+async def test_rights_that_are_missing_are_refusals(valkey: RedisServer) -> None:
+    valkey.ask("ACL", "SETUSER", "reader", "on", ">r", "~*", "+ping", "+getrange", "+get")
+    async with opened(valkey.url(login="reader:r@")) as tier:
+        assert await tier.put(key_of("never"), [b"x"], soon()) is Outcome.FAILED
+        assert tier.stats().failures == {"refused": 1}
+
+
+async def test_tls(certificates: Certificates) -> None:
+    """Trusted authority; a certificate nobody vouches for is refused; and trusted anyway if told so."""
+    with RedisServer("redis", tls=certificates) as server:
+        async with opened(server.url("rediss"), tls_ca=str(certificates.ca)) as tier:
+            await works(tier)
+        async with opened(server.url("rediss")) as tier:
+            assert not tier.stats().reachable and tier.stats().failures == {"refused": 1}
+        async with opened(server.url("rediss"), tls_verify="false") as tier:
+            await works(tier)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "says"),
+    [
+        ("redis://", {}, "names no server"),
+        ("redis://a:99999", {}, "HOST:PORT"),
+        ("redis://a:1/zero", {}, "'zero'"),
+        ("redis://a?clustre=true", {}, "did you mean 'cluster'"),
+        ("redis://a?cluster=maybe", {}, "true or false"),
+        ("redis://a", {"connections": "0"}, ">= 1"),
+        ("redis://a/1?cluster=true", {}, "neither sentinels nor databases"),
+        ("rediss://a", {"tls_ca": "/no/such/file"}, "/no/such/file"),
+    ],
+)
+async def test_settings_that_cannot_work_are_said_at_open(url: str, options: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match="store.tiers") as caught:
+        await open_tier(TierConfig(url=url, options=options), SYSTEM_CLOCK)
+    assert says in str(caught.value)
+
+
+# -- several servers --------------------------------------------------------------------------------------------------
+
+
+async def test_several_servers_share_the_keys(server: RedisServer, valkey: RedisServer) -> None:
+    server.ask("FLUSHALL")
+    valkey.ask("FLUSHALL")
+    async with opened(f"redis://127.0.0.1:{server.port},127.0.0.1:{valkey.port}") as tier:
+        await put(tier, *range(32))
+        assert min(int(one.ask("DBSIZE")[1:-2]) for one in (server, valkey)) >= 8
+        entries = await tier.lookup([key_of(n) for n in range(32)], soon())
+        assert all(entry is not None for entry in entries)
+        assert await tier.delete([key_of(n) for n in range(32)], soon()) == 32
+
+
+async def test_a_cluster() -> None:
+    """Keys lie on all three nodes, each value on one; when slots move, the tier follows."""
+    with cluster() as nodes:
+        async with opened(nodes[0].url(rest="?cluster=true")) as tier:
+            await works(tier)
+            await put(tier, *range(24), num_bytes=LARGE)
+            held = [int(node.ask("DBSIZE")[1:-2]) // 4 for node in nodes]
+            assert min(held) >= 1 and sum(held) == 24
+            assert len(await tier.scan(b"", 100, soon())) == 24
+            move_all_slots(nodes[0], nodes[1], nodes)
+            deadline = SYSTEM_CLOCK.now() + 5.0
+            missing = list(range(24))
+            while missing and SYSTEM_CLOCK.now() < deadline:
+                outcomes = [await tier.put(key_of(n), [value_of(n, LARGE)], soon()) for n in missing]
+                missing = [n for n, outcome in zip(missing, outcomes, strict=True) if outcome is Outcome.FAILED]
+                await asyncio.sleep(0.01)
+            assert [await get(tier, n) for n in range(24)] == [value_of(n, LARGE) for n in range(24)]
+            assert set(tier.stats().failures) == {"moved"}
+            assert nodes[0].ask("DBSIZE") == b":0\r\n"
+
+
+async def test_a_sentinel_names_the_master_also_after_a_failover() -> None:
+    with RedisServer("redis") as master, RedisServer("redis", "--replicaof", f"127.0.0.1 {master.port}") as replica:
+        with Sentinel(master) as sentinel:
+            async with opened(f"redis://127.0.0.1:{sentinel.port}?sentinel=mymaster") as tier:
+                await put(tier, "before", num_bytes=LARGE)
+                assert await get(tier, "before") == value_of("before", LARGE)
+                deadline = SYSTEM_CLOCK.now() + 15.0
+                while b"slave0" not in master.ask("INFO", "replication") and SYSTEM_CLOCK.now() < deadline:
+                    await asyncio.sleep(0.02)
+                master.kill()
+                while SYSTEM_CLOCK.now() < deadline:
+                    if await tier.put(key_of("after"), [b"x"], soon()) is Outcome.STORED:
+                        break
+                    await asyncio.sleep(0.02)
+                assert await get(tier, "after") == b"x"
+                assert int(replica.ask("DBSIZE")[1:-2]) > 0
