@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from pdxfer.controller.board import Board
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
 from pdxfer.core.errors import ConfigError
@@ -56,9 +57,11 @@ class _HttpServer(uvicorn.Server):
 
 
 async def _serve_http(router: RouterServer, settings: ControllerSettings, listener: socket.socket) -> None:
+    board = Board(router)
+    board.start()
     http = _HttpServer(
         uvicorn.Config(
-            make_app(router, settings), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+            make_app(router, settings, board), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, timeout_graceful_shutdown=2,
         )
     )  # fmt: skip
@@ -71,6 +74,7 @@ async def _serve_http(router: RouterServer, settings: ControllerSettings, listen
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     await _drain(router, settings.drain_timeout_s, forced)
     stopping.cancel()
+    await asyncio.to_thread(board.close)
     http.should_exit = True
     await serving
 

@@ -1,24 +1,27 @@
 """The REST routes. Thin: each reads one snapshot of the router, or posts one wish and reads the state after it.
 
-OpenAPI at /docs. With a token set, every path but /health and /ready asks for it, routes added later included.
+OpenAPI at /docs, the status page at /. With a token set, every path but those in access.py asks for it.
 """
 
-import hmac
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pdxfer.client.model import EngineHealth, RequestTimeline, Summary
+from pdxfer.controller.access import RequireToken
+from pdxfer.controller.board import Board, health
 from pdxfer.controller.metrics import RouterMetrics
+from pdxfer.controller.page import add_page, event_stream
 from pdxfer.controller.settings import ControllerSettings
+from pdxfer.controller.streams import Streams
 from pdxfer.core.errors import DeadlineError
 from pdxfer.metrics.exporter import CONTENT_TYPE
 from pdxfer.router.server import EventRecord, RouterServer
 from pdxfer.router.snapshot import EngineView
 
-_OPEN_PATHS = ("/health", "/ready")
+MAX_EVENTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,18 @@ class Events:
     events: list[EventRecord]
 
 
-def make_app(router: RouterServer, settings: ControllerSettings) -> FastAPI:
-    """The application over a started router."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterHealth:
+    """Every engine and worker."""
+
+    ok: bool
+    engines: list[EngineHealth]
+
+
+def make_app(router: RouterServer, settings: ControllerSettings, board: Board | None = None) -> FastAPI:
+    """The application over a started router. `board` is the caller's to start and close."""
+    board = board or Board(router)
+    streams = Streams(board, router)
     app = FastAPI(title="pdxfer controller", summary="Membership, readiness, drain and metrics of one pdxfer router")
     metrics = RouterMetrics()
 
@@ -60,7 +73,7 @@ def make_app(router: RouterServer, settings: ControllerSettings) -> FastAPI:
         return JSONResponse({"detail": str(error)}, status_code=503)
 
     @app.get("/health")
-    def health() -> Health:
+    def alive() -> Health:
         """200 while the router's loop answers."""
         router.snapshot()
         return Health()
@@ -82,10 +95,33 @@ def make_app(router: RouterServer, settings: ControllerSettings) -> FastAPI:
         """Every engine: state, load, credit, channels."""
         return Nodes(nodes=router.snapshot().engines)
 
-    @app.get("/v1/events")
-    def events(since: Annotated[int, Query(ge=0, description="Only events with a larger number")] = 0) -> Events:
-        """The last thousand events at most."""
-        return Events(events=[event for event in router.events() if event.number > since])
+    @app.get("/v1/summary")
+    def summary() -> Summary:
+        """The cluster on one screen: flows, tiers, times to first token, events; at most a second old."""
+        return board.summary()
+
+    @app.get("/v1/health")
+    def cluster_health() -> ClusterHealth:
+        """Each worker: allocator integrity, tiers reachable, channels open, lag."""
+        engines = health(router.snapshot().engines)
+        return ClusterHealth(ok=bool(engines) and all(engine.ok for engine in engines), engines=engines)
+
+    @app.get("/v1/requests/{request_id:path}", responses={404: {}})
+    def request_timeline(request_id: str) -> RequestTimeline:
+        """One of the last requests that ended, by its X-Request-Id or its transfer id."""
+        found = board.request(request_id)
+        if found is None:
+            raise HTTPException(404, f"no request {request_id[:80]!r} among the last that ended")
+        return found
+
+    @app.get("/v1/events", response_model=Events)
+    async def events(
+        request: Request, since: Annotated[int, Query(ge=0, le=1 << 62, description="Only later ones")] = 0
+    ) -> Events | Response:
+        """The last thousand events at most; with `Accept: text/event-stream`, all from `since` on as they come."""
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return event_stream(request, streams, since)
+        return Events(events=router.events_after(since, MAX_EVENTS))
 
     @app.post("/v1/nodes/{engine_id}/drain", responses={404: {}})
     def drain(engine_id: str) -> EngineView:
@@ -104,29 +140,7 @@ def make_app(router: RouterServer, settings: ControllerSettings) -> FastAPI:
             raise HTTPException(404, f"no engine {engine_id!r} has joined; GET /v1/nodes lists those that have")
         return found[0]
 
+    add_page(app, board, streams)
     if settings.token:
         app.add_middleware(RequireToken, token=settings.token)
     return app
-
-
-class RequireToken:
-    """Refuses every request without the bearer token, before any route sees it."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, send)
-            return
-        refusal = JSONResponse(
-            {"detail": "this path needs the cluster's token: send 'Authorization: Bearer TOKEN'"},
-            status_code=401,
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await refusal(scope, receive, send)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from pdxfer.wire.messages import Busy, Ended, LegFailed, Local, Pair, Pairing, Release, Stamp
+from pdxfer.wire.messages import Busy, Ended, LegFailed, Local, Pair, Pairing, Release, Served, Stamp
 
 Notice = Stamp | Ended | LegFailed
 OnMessage = Callable[[Notice], None]
@@ -21,7 +21,7 @@ class Pairer(Protocol):
         """Where to send one request. Raises UnreachableError when no answer came in time."""
         ...
 
-    def send(self, message: Release | LegFailed) -> None:
+    def send(self, message: Release | LegFailed | Served) -> None:
         """Tell the router; never blocks, dropped if it is unreachable."""
         ...
 

@@ -10,7 +10,7 @@ from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import UnreachableError
 from pdxfer.proxy.pairer import OnMessage
 from pdxfer.router.client import ClientSecurity, ProxyClient
-from pdxfer.wire.messages import Busy, LegFailed, Local, Pair, Pairing, Release
+from pdxfer.wire.messages import Busy, LegFailed, Local, Pair, Pairing, Release, Served
 
 GRACE_S = 1.0
 
@@ -61,7 +61,7 @@ class RouterLink:
         finally:
             del self._waiting[scope]
 
-    def send(self, message: Release | LegFailed) -> None:
+    def send(self, message: Release | LegFailed | Served) -> None:
         self._client.send(message)
 
     async def close(self) -> None:

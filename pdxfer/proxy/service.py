@@ -6,7 +6,8 @@ router unreachable                            → the decode engine used last, a
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import aiohttp
 from aiohttp import web
@@ -123,7 +124,7 @@ class Service:
         elif "Content-Type" in request.headers:
             headers["Content-Type"] = request.headers["Content-Type"]
         exchange = Exchange(request, entry, headers, loop.time() + self._settings.request_timeout_s)
-        with accounted(entry, self._metrics, self._clock), self._admission.enter():
+        with self._reported(entry), accounted(entry, self._metrics, self._clock), self._admission.enter():
             self._ring.open(entry)
             try:
                 response = await serve(exchange)
@@ -135,6 +136,14 @@ class Service:
                 response.headers[access.REQUEST_ID] = entry.request_id
                 entry.outcome = outcome.of_error(error)
             return response
+
+    @contextmanager
+    def _reported(self, entry: Entry) -> Iterator[None]:
+        """The router hears of every request that is over: its status page shows them."""
+        try:
+            yield
+        finally:
+            self._pairer.send(entry.served())
 
     async def _read(self, exchange: Exchange) -> bytes:
         """The request's body."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdxfer.metrics.timeline import Timeline
-from pdxfer.wire.messages import Ended, EngineRef, Pairing, Stamp
+from pdxfer.wire.messages import Ended, EngineRef, Pairing, Served, Stamp
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +38,28 @@ class Entry:
         """The part that the header shows."""
         return Timeline(
             mode=self.mode, reason=self.reason, arrival=self.arrival, first_byte=self.first_byte, stamps=self.stamps
+        )
+
+    def served(self) -> Served:
+        """The report to the router; the request is over."""
+        moved = self.transfer
+        reason = self.reason or (moved.reason if moved is not None and moved.outcome != "delivered" else "")
+        return Served(
+            request_id=self.request_id,
+            endpoint=self.endpoint,
+            mode=self.mode,
+            outcome=self.outcome,
+            arrival=self.arrival,
+            end=self.end if self.end is not None else self.arrival,
+            first_byte=self.first_byte,
+            transfer_id=self.transfer_id,
+            prefill=self.prefill,
+            decode=self.decode,
+            reason=reason[:200],
+            stamps=dict(self.stamps),
+            num_bytes=moved.num_bytes if moved is not None else 0,
+            num_tokens=moved.num_tokens if moved is not None else 0,
+            channel=moved.channel if moved is not None else "",
         )
 
     def json(self) -> bytes:

@@ -48,7 +48,9 @@ log = logging.getLogger(__name__)
 _BATCH = 256
 """Messages handled between two looks at the clock."""
 _TICK_S = 0.1
-_EVENTS_KEPT = 1000
+_EVENTS_KEPT = 16384
+_EVENTS_LISTED = 1000
+"""Given out at once."""
 _SAME_LINE_S = 10.0
 """A log line is not repeated within this time."""
 _LINES_REMEMBERED = 256
@@ -142,7 +144,18 @@ class RouterServer:
 
     def events(self) -> list[EventRecord]:
         """The most recent events, oldest first."""
-        return list(self._events)
+        return self.events_after(0, _EVENTS_LISTED)
+
+    def events_after(self, number: int, limit: int) -> list[EventRecord]:
+        """The newest `limit` events with a larger number, oldest first."""
+        newest = self._num_events
+        wanted = max(0, min(limit, newest - number))
+        while True:
+            try:
+                found = [event for event, _ in zip(reversed(self._events), range(wanted), strict=False)]
+            except RuntimeError:  # the router's thread appended meanwhile
+                continue
+            return [event for event in reversed(found) if event.number > number]
 
     def drain(self, engine_id: str, on: bool) -> None:
         """Take an engine out of new pairings, or back. Unknown ids do nothing."""

@@ -6,7 +6,19 @@ from collections.abc import Callable
 
 from pdxfer.core.errors import UnreachableError
 from pdxfer.core.ids import new_transfer_id
-from pdxfer.wire.messages import Busy, Ended, EngineRef, LegFailed, Local, Message, Pair, Pairing, Release, Stamp
+from pdxfer.wire.messages import (
+    Busy,
+    Ended,
+    EngineRef,
+    LegFailed,
+    Local,
+    Message,
+    Pair,
+    Pairing,
+    Release,
+    Served,
+    Stamp,
+)
 
 Answer = Callable[[Pair], "Pairing | Local | Busy"]
 
@@ -22,6 +34,7 @@ class FakePairer:
         self.is_unreachable = False
         self.asked: list[Pair] = []
         self.sent: list[Release | LegFailed] = []
+        self.served: list[Served] = []
         self.pairings: list[Pairing] = []
         self._changed = asyncio.Event()
 
@@ -39,8 +52,11 @@ class FakePairer:
             return self.answers.popleft()(request)
         return self.local(request) if request.local_only else self.pairing(request)
 
-    def send(self, message: Release | LegFailed) -> None:
-        self.sent.append(message)
+    def send(self, message: Release | LegFailed | Served) -> None:
+        if isinstance(message, Served):
+            self.served.append(message)
+        else:
+            self.sent.append(message)
         self._changed.set()
 
     async def wait_for(self, kind: type[Message], timeout_s: float = 5.0) -> Message:

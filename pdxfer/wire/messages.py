@@ -301,8 +301,8 @@ class Served(Message, frozen=True, tag="served"):
     decode: Id = ""
     reason: Text = ""
     """Why it was local, or what became of the transfer."""
-    stamps: Annotated[dict[Stage, float], msgspec.Meta(max_length=8)] = {}
-    """In the router's clock."""
+    stamps: Annotated[dict[Id, float], msgspec.Meta(max_length=8)] = {}
+    """By Stage, in the router's clock."""
     num_bytes: int = 0
     num_tokens: int = 0
     channel: Id = ""
