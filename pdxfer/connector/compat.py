@@ -43,6 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
 )
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks  # noqa: E402
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, generate_block_hash_extra_keys  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
@@ -51,6 +52,7 @@ from vllm.v1.request import Request  # noqa: E402
 __all__ = [
     "BlockPool",
     "FullAttentionSpec",
+    "KVCacheBlock",
     "KVCacheBlocks",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -65,4 +67,5 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "check_version",
+    "generate_block_hash_extra_keys",
 ]

@@ -39,6 +39,11 @@ def fingerprint(config: VllmConfig, layout: KvLayout, num_layers: int) -> dict[s
     }
 
 
+def store_identity(fingerprint: dict[str, str], rank: int, world_size: int) -> dict[str, str]:
+    """What a stored chunk of this rank depends on: the fingerprint without what only pairs must share; its slice."""
+    return {k: v for k, v in fingerprint.items() if k != "max_model_len"} | {"rank": f"{rank}/{world_size}"}
+
+
 def _weights(model: str, revision: str) -> str:
     directory = Path(model)
     digest = digest_weights(directory) if directory.is_dir() else ""

@@ -29,6 +29,8 @@ class EngineFacts:
     block_size: int
     max_model_len: int
     world_size: int
+    max_step_blocks: int
+    """New blocks one step may take."""
     plans_ready_hits: bool
     """Prefix hits may be sent before their step: True where no step overlaps another (no async scheduling)."""
 
@@ -62,6 +64,10 @@ class Member:
         """To every rank, in order."""
         self._halves.broadcast(message)
 
+    def tell_worker(self, rank: int, message: ToWorker) -> None:
+        """To one rank, in order with what all are told."""
+        self._halves.send(rank, message)
+
     def tell_router(self, message: Message) -> None:
         """To the router; dropped with a warning when its queue is full."""
         if self._router is not None and not self._router.send(message):
@@ -81,6 +87,7 @@ class Member:
     def _on_fact(self, fact: ToScheduler) -> None:
         """Half link's thread."""
         if isinstance(fact, WorkerReady):
+            self.inbox.put(fact)
             self._fingerprints[fact.rank] = fact.fingerprint
             if len(self._fingerprints) == self._facts.world_size and self._router is None and self._settings.router:
                 self._join()

@@ -1,26 +1,44 @@
-"""decode's transfers in the scheduler half: wait for prefill's start, grant blocks, tell vLLM what became of them.
+"""KV that comes to this engine's requests: from a prefill, from the store, or both; vLLM is told what became of it.
 
-Step 5 and 10 of the request's life (docs/design.md). EngineCore thread only; decisions are transfer.Receive's.
+Steps 5, 10 and 13 of the request's life (docs/design.md): wait for prefill's start and the tiers' answer, grant blocks,
+report. EngineCore thread only; decisions are transfer.Receive's.
 """
 
 import logging
 
 from pdxfer.connector.compat import KVCacheBlocks, KVConnectorOutput, Request, SchedulerOutput
+from pdxfer.connector.loads import Loads
 from pdxfer.connector.member import EngineFacts, Member
+from pdxfer.connector.notices import Notices
 from pdxfer.connector.references import References
 from pdxfer.connector.requests import prompt_digest
 from pdxfer.connector.transfer import Receive, ReceiveState
+from pdxfer.core.clock import Clock
 from pdxfer.wire.halves import Expect, Fenced, Landed, Revoke
-from pdxfer.wire.messages import CancelGrant, Ended, Grant, Outcome
+from pdxfer.wire.messages import Grant, Outcome
+from pdxfer.wire.store_facts import Loaded
 
 log = logging.getLogger(__name__)
 
+LOAD_GRACE_S = 1.0
+"""Ranks end a load by its timeout; the scheduler half waits this much longer for them to say so."""
+
 
 class Receives:
-    """All transfers that come to this engine."""
+    """All transfers and loads that come to this engine."""
 
-    def __init__(self, engine_id: str, facts: EngineFacts, member: Member, references: References) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        facts: EngineFacts,
+        member: Member,
+        references: References,
+        loads: Loads | None,
+        clock: Clock,
+    ) -> None:
         self._engine_id, self._facts, self._member, self._references = engine_id, facts, member, references
+        self._loads, self._clock = loads, clock
+        self._notices = Notices(member, facts.block_size)
         self._by_request: dict[str, Receive] = {}
         self._by_transfer: dict[str, Receive] = {}
         self._verdicts: dict[str, frozenset[int]] = {}
@@ -46,45 +64,81 @@ class Receives:
 
     # ---- asked by vLLM -----------------------------------------------------------------------------------------------
 
-    def matched_tokens(self, request: Request, num_computed: int, now: float) -> tuple[int | None, bool]:
-        """Tokens that come over the wire beyond `num_computed`: None asks again, (n, True) loads asynchronously."""
+    def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens that come from outside beyond `num_computed`: None asks again, (n, True) loads asynchronously."""
         receive = self._by_request.get(request.request_id)
-        if receive is None:
-            return 0, False
-        if receive.state is ReceiveState.WAITING:
-            if now < receive.deadline:
+        if receive is not None and receive.state is ReceiveState.WAITING:
+            if self._clock.now() < receive.deadline:
                 return None, False
             self.give_up(receive, "prefill did not start before the deadline")
-        if receive.state is not ReceiveState.READY:
-            return 0, False
-        missing = receive.num_tokens - num_computed
-        if missing <= 0:
-            self.give_up(receive, "nothing to load")
-            return 0, False
-        return missing, True
+        end = self._stored_end(request)
+        if end is None:
+            return None, False
+        if receive is not None and receive.state is ReceiveState.READY:
+            end = receive.num_tokens
+            if end <= num_computed:
+                self.give_up(receive, "nothing to load")
+        return (end - num_computed, True) if end > num_computed else (0, False)
+
+    def _stored_end(self, request: Request) -> int | None:
+        """The tiers have the KV of so many leading tokens; None: ask again."""
+        if self._loads is None or request.skip_reading_prefix_cache or self._loads.is_full:
+            return 0
+        chunks = self._loads.lookups.answer(request)
+        if chunks is None:
+            return None
+        return chunks[-1][0].end if chunks else 0
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """vLLM has allocated the destination: grant it. Called again after the load, with 0."""
+        """vLLM has allocated the destination: fill it. Called again after the load, with 0."""
         receive = self._by_request.get(request.request_id)
-        if receive is None or receive.state is not ReceiveState.READY:
-            return
-        if not num_external:
+        paired = receive is not None and receive.state is ReceiveState.READY
+        if receive is not None and paired and not num_external:
             self.give_up(receive, "nothing to load")
+        if not num_external:
             return
+        if receive is None or not paired:
+            receive = self._begin_load(request, receive)
+        chunks = self._loads.lookups.claimed(request.request_id) if self._loads is not None else []
+        end = receive.num_tokens if paired else chunks[-1][0].end
         size = self._facts.block_size
-        first_block = (receive.num_tokens - num_external) // size
-        total_blocks = -(-receive.num_tokens // size)
-        receive.granted(first_block, list(blocks.get_block_ids()[0][first_block:total_blocks]))
-        self._grant(receive, prompt_digest(request))
+        first_block, total_blocks = (end - num_external) // size, -(-end // size)
+        num_stored = min(self._loads.num_blocks(chunks, first_block), total_blocks - first_block) if self._loads else 0
+        receive.granted(first_block, list(blocks.get_block_ids()[0][first_block:total_blocks]), num_stored)
+        if self._loads is not None and num_stored:
+            self._loads.start(receive, chunks)
+        if receive.wire is not None:
+            self._grant(receive, prompt_digest(request))
+        elif paired:
+            self._unpair(receive, "unused", "the store has all of it")
+
+    def _begin_load(self, request: Request, before: Receive | None) -> Receive:
+        """A receive without a transfer; what an earlier one of this request did is over."""
+        if before is not None:
+            assert before.state in (ReceiveState.REPORTED, ReceiveState.LOCAL), before.state
+            self._forget(before)
+        assert self._loads is not None
+        receive = Receive(
+            request_id=request.request_id,
+            transfer_id="",
+            num_tokens=request.num_tokens,
+            world_size=self._facts.world_size,
+            deadline=self._clock.now() + self._loads.timeout_s + LOAD_GRACE_S,
+            state=ReceiveState.READY,
+        )
+        self._by_request[request.request_id] = receive
+        return receive
 
     def _grant(self, receive: Receive, token_digest: bytes) -> None:
+        assert receive.wire is not None
+        first_block, block_ids = receive.first_block + receive.wire.at, receive.block_ids[receive.wire.at :]
         self._member.tell_workers(
             Expect(
                 transfer_id=receive.transfer_id,
                 epoch=receive.epoch,
                 prefill_id=receive.prefill_id,
-                first_block=receive.first_block,
-                block_ids=receive.block_ids,
+                first_block=first_block,
+                block_ids=block_ids,
             )
         )
         self._member.tell_router(
@@ -93,13 +147,13 @@ class Receives:
                 epoch=receive.epoch,
                 decode_id=self._engine_id,
                 decode_incarnation=self._member.incarnation,
-                first_block=receive.first_block,
-                block_ids=receive.block_ids,
+                first_block=first_block,
+                block_ids=block_ids,
                 num_tokens=receive.num_tokens,
                 token_digest=token_digest,
             )
         )
-        self._member.stamp(receive.transfer_id, "granted")
+        self._notices.stamp(receive, "granted")
 
     # ---- each step ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +164,7 @@ class Receives:
             if receive.state is ReceiveState.REPORTED and not receive.scheduled:
                 if receive.request_id in output.num_scheduled_tokens:
                     receive.scheduled = True
-                    self._member.stamp(receive.transfer_id, "scheduled")
+                    self._notices.stamp(receive, "scheduled")
             elif receive.state is ReceiveState.FENCED and not receive.abandoned:
                 if receive.request_id not in self._verdicts:
                     self._verdicts[receive.request_id] = frozenset(receive.invalid_blocks)
@@ -152,25 +206,38 @@ class Receives:
         receive.channel = landed.channel
         receive.rank_landed(landed.rank)
         if receive.state is ReceiveState.LANDED:
-            self._member.stamp(landed.transfer_id, "landed", landed.wall)
+            self._notices.stamp(receive, "landed", landed.wall)
+        self._refill(receive)
 
     def rank_fenced(self, receive: Receive, fenced: Fenced) -> None:
-        """The grant is over on one rank; the others give it back too."""
+        """The grant is over on one rank; everything else that is out comes back too."""
         if receive.rank_fenced(fenced.rank, fenced.num_valid, fenced.reason):
             self._revoke(receive, fenced.reason)
+        self._refill(receive)
+
+    def rank_loaded(self, loaded: Loaded) -> None:
+        """One rank's part of a load is over."""
+        receive = self._loads.get(loaded.load_id) if self._loads is not None else None
+        if receive is None or self._loads is None:
+            log.debug("ignored %s", loaded)
+            return
+        self._count("loaded_bytes", loaded.num_bytes)
+        self._count("loaded_chunks", loaded.num_chunks)
+        if self._loads.rank_loaded(receive, loaded):
+            self._revoke(receive, loaded.reason)
 
     def give_up(self, receive: Receive, reason: str) -> None:
         """Compute here what is missing; what was granted is taken back first."""
         if receive.state not in (ReceiveState.WAITING, ReceiveState.READY, ReceiveState.GRANTED):
             return
-        self._count("fallbacks")
-        log.info("%s: %s; what is missing is computed here", receive.transfer_id, reason)
+        self._count("fallbacks" if receive.transfer_id else "load_failures")
+        log.info("%s: %s; what is missing is computed here", receive.name, reason)
         revoke = receive.give_up(reason)
-        self._cancel(receive, reason)
+        self._notices.cancel(receive, reason)
         if revoke:
             self._revoke(receive, reason)
         else:
-            self._ended(receive, "unused", reason)
+            self._notices.ended(receive, "unused", reason)
 
     def request_over(self, request: Request) -> bool:
         """The request has ended, before vLLM frees its blocks. False: it is none of ours."""
@@ -180,12 +247,12 @@ class Receives:
         before = receive.state
         if not receive.over():
             if before in (ReceiveState.WAITING, ReceiveState.READY):
-                self._cancel(receive, "request over")
-                self._ended(receive, "aborted", "request over")
+                self._notices.cancel(receive, "request over")
+                self._notices.ended(receive, "aborted", "request over")
             self._forget(receive)
         elif before in (ReceiveState.GRANTED, ReceiveState.REVOKING):
-            self._references.quarantine(receive.transfer_id, receive.block_ids)
-            self._cancel(receive, "request over")
+            self._references.quarantine(receive.request_id, receive.block_ids)
+            self._notices.cancel(receive, "request over")
             if receive.give_up("request over"):
                 self._revoke(receive, "request over")
         return True
@@ -194,52 +261,65 @@ class Receives:
         """Grants that were not filled in time."""
         for receive in list(self._by_request.values()):
             if receive.state is ReceiveState.GRANTED and now >= receive.deadline:
-                self.give_up(receive, "deadline passed before all units had landed")
+                self.give_up(receive, "deadline passed before all blocks were filled")
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _revoke(self, receive: Receive, reason: str) -> None:
-        revoke = Revoke(transfer_id=receive.transfer_id, epoch=receive.epoch, reason=reason[:1000])
-        self._member.tell_workers(revoke)
+        """Take back everything that is out."""
+        if receive.wire is not None and receive.transfer_id:
+            revoke = Revoke(transfer_id=receive.transfer_id, epoch=receive.epoch, reason=reason[:1000])
+            self._member.tell_workers(revoke)
+        if self._loads is not None:
+            self._loads.stop(receive)
 
-    def _cancel(self, receive: Receive, reason: str) -> None:
-        self._member.tell_router(CancelGrant(transfer_id=receive.transfer_id, reason=reason[:1000]))
+    def _refill(self, receive: Receive) -> None:
+        """The wire is over and blocks are missing: before they are computed, the store may have them."""
+        loads = self._loads
+        if loads is None or receive.abandoned or receive.state is not ReceiveState.FENCED or receive.refilled:
+            return
+        first = receive.first_block + receive.num_valid
+        chunks = loads.lookups.after(receive.request_id, first * self._facts.block_size)
+        num_blocks = min(loads.num_blocks(chunks, first), len(receive.block_ids) - receive.num_valid)
+        if num_blocks <= 0 or chunks[0][0].first_token > first * self._facts.block_size:
+            return
+        log.info("%s: %s; the store is asked for %d blocks", receive.name, receive.reason, num_blocks)
+        self._count("failed_transfers")
+        self._unpair(receive, "failed", receive.reason)
+        receive.refill(num_blocks)
+        receive.deadline = self._clock.now() + loads.timeout_s + LOAD_GRACE_S
+        loads.start(receive, chunks)
+
+    def _unpair(self, receive: Receive, outcome: Outcome, reason: str) -> None:
+        """The transfer is over; the receive goes on from the store alone."""
+        self._notices.cancel(receive, reason)
+        self._notices.ended(receive, outcome, reason)
+        self._by_transfer.pop(receive.transfer_id, None)
+        receive.transfer_id = ""
 
     def _delivered(self, receive: Receive) -> None:
-        self._count("received_transfers")
-        self._count("received_bytes", receive.num_bytes)
-        self._count("received_units", receive.num_units)
-        self._ended(receive, "delivered")
+        if receive.transfer_id:
+            self._count("received_transfers")
+            self._count("received_bytes", receive.num_bytes)
+            self._count("received_units", receive.num_units)
+        if receive.stored is not None:
+            self._count("loaded_requests")
+        self._notices.ended(receive, "delivered")
 
     def _recomputing(self, receive: Receive) -> None:
-        self._count("failed_transfers")
+        self._count("failed_transfers" if receive.transfer_id else "load_failures")
         self._count("recomputed_blocks", len(receive.invalid_blocks))
-        landed, total = receive.num_valid, len(receive.block_ids)
+        good, total = receive.num_valid, len(receive.block_ids)
         log.warning(
-            "%s: %s; %d of %d blocks landed, the rest is computed here",
-            receive.transfer_id, receive.reason, landed, total,
-        )  # fmt: skip
-        self._cancel(receive, receive.reason)
-        self._ended(receive, "failed", receive.reason)
-
-    def _ended(self, receive: Receive, outcome: Outcome, reason: str = "") -> None:
-        tokens = receive.num_tokens - receive.first_block * self._facts.block_size
-        self._member.tell_router(
-            Ended(
-                transfer_id=receive.transfer_id,
-                outcome=outcome,
-                num_tokens=tokens if outcome == "delivered" else 0,
-                num_bytes=receive.num_bytes,
-                num_units=receive.num_units,
-                channel=receive.channel,
-                reason=reason[:1000],
-            )
+            "%s: %s; %d of %d blocks are good, the rest is computed here", receive.name, receive.reason, good, total
         )
+        self._notices.cancel(receive, receive.reason)
+        self._notices.ended(receive, "failed", receive.reason)
 
     def _close(self, receive: Receive) -> None:
         """An abandoned receive is quiet: its quarantined blocks go back."""
-        self._references.release(receive.transfer_id)
-        self._ended(receive, "aborted", receive.reason or "request over")
+        self._references.release(receive.request_id)
+        self._notices.ended(receive, "aborted", receive.reason or "request over")
         self._told_over.discard(receive.request_id)
         self._forget(receive)
 

@@ -5,7 +5,7 @@ Lives on the EngineCore thread; vLLM's pool is not thread-safe. Every take is ma
 
 from collections.abc import Iterable
 
-from pdxfer.connector.compat import BlockPool
+from pdxfer.connector.compat import BlockPool, KVCacheBlock
 
 
 class References:
@@ -33,6 +33,26 @@ class References:
         assert self._pool is not None
         self._pool.free_blocks([self._pool.blocks[i] for i in reversed(block_ids)])
         block_ids.clear()
+
+    def kept(self, block_ids: Iterable[int]) -> bool:
+        """Whether these blocks, given back by their request in this very step, were not handed out again."""
+        assert self._pool is not None
+        return all(self._pool.blocks[i].ref_cnt == 0 for i in block_ids)
+
+    def next_out(self, count: int) -> list[KVCacheBlock]:
+        """The free blocks that the pool will hand out, and forget, next."""
+        assert self._pool is not None
+        found: list[KVCacheBlock] = []
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while block is not None and block.block_id >= 0 and len(found) < count:
+            found.append(block)
+            block = block.next_free_block
+        return found
+
+    def block(self, block_id: int) -> KVCacheBlock:
+        """vLLM's record of a block."""
+        assert self._pool is not None
+        return self._pool.blocks[block_id]
 
     def quarantine(self, transfer_id: str, block_ids: list[int]) -> None:
         """Keep these blocks out of the pool although their request is over: bytes may still land in them."""

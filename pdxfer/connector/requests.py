@@ -1,7 +1,7 @@
 """What we read from vLLM's requests and scheduler output: our parameters, what cannot be moved, progress."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +43,37 @@ def unsupported(request: Request) -> str:
     return ""
 
 
+def unsupported_by_store(request: Request) -> str:
+    """Why this request's KV has no chunk keys; empty if it has."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "the prompt is given as embeddings"
+    if request.resumable:
+        return "its prompt changes while it runs (streamed input)"
+    return ""
+
+
 def prompt_digest(request: Request) -> bytes:
     """Identity of a prompt: token ids, LoRA, salt, multimodal contents."""
     extra = [f"salt={request.cache_salt or ''}"]
     if request.lora_request is not None:
         lora = request.lora_request
-        extra.append(f"lora={lora.lora_name}:{_adapter_digest(lora.lora_path)}")
+        extra.append(f"lora={lora.lora_name}:{adapter_digest(lora.lora_path)}")
     extra.extend(f"mm={f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features or ())
     return digest_prompt(request.prompt_token_ids or [], extra)
 
 
-@cache
-def _adapter_digest(path: str) -> str:
-    """Weights digest of a LoRA adapter; its path where it is no local directory. Once an adapter and process."""
+def adapter_digest(path: str) -> str:
+    """Weights digest of a LoRA adapter; its path where it is no local directory. Cached by the files' identity."""
     directory = Path(path)
-    return (digest_weights(directory) if directory.is_dir() else "") or path
+    if not directory.is_dir():
+        return path
+    files = [(str(p), s.st_ino, s.st_size, s.st_mtime_ns) for p in sorted(directory.iterdir()) for s in (p.stat(),)]
+    return _files_digest(path, tuple(files)) or path
+
+
+@lru_cache(maxsize=256)
+def _files_digest(directory: str, files: tuple[tuple[str, int, int, int], ...]) -> str:
+    return digest_weights(Path(directory))
 
 
 def computed_before(output: SchedulerOutput) -> dict[str, int]:

@@ -16,11 +16,14 @@ from pdxfer.connector.references import References
 from pdxfer.connector.requests import transfer_params, unsupported
 from pdxfer.connector.sends import Sends
 from pdxfer.connector.settings import ConnectorSettings
+from pdxfer.connector.store_half import StoreHalf
 from pdxfer.connector.transfer import Receive, Send
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
-from pdxfer.node.plan import SendPlan
-from pdxfer.wire.halves import Computed, Fenced, Landed, Settled, ToScheduler
+from pdxfer.kv.chunks import identity_digest
+from pdxfer.node.plan import SavePlan, SendPlan
+from pdxfer.wire.halves import Computed, Fenced, Landed, Settled, ToScheduler, WorkerReady
 from pdxfer.wire.messages import CancelGrant, Drain, FromRouter, Grant, LegFailed, Refused, Started
+from pdxfer.wire.store_facts import Found, Held, Loaded, Saved, StoreCounts
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class StepMeta:
     """What one step tells the workers."""
 
     plans: tuple[SendPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
     invalid_blocks: tuple[int, ...] = ()
     """Blocks of failed receives; workers return them as load errors in this very step."""
     unsettled: bool = False
@@ -41,13 +45,18 @@ class StepMeta:
 
 
 class SchedulerHalf:
-    """Receives and sends of one engine, as EngineCore sees them."""
+    """Receives, sends and the store of one engine, as EngineCore sees them."""
 
     def __init__(self, settings: ConnectorSettings, facts: EngineFacts, clock: Clock = SYSTEM_CLOCK) -> None:
         self._settings, self._facts, self._clock = settings, facts, clock
         self._member = Member(settings, facts, clock)
         self._references = References()
-        self._receives = Receives(settings.engine_id, facts, self._member, self._references)
+        self._store: StoreHalf | None = None
+        if settings.store.enabled:
+            chunk = settings.chunk_tokens
+            self._store = StoreHalf(settings.store, chunk, facts, self._member, self._references, clock)
+        loads = self._store.loads if self._store is not None else None
+        self._receives = Receives(settings.engine_id, facts, self._member, self._references, loads, clock)
         self._sends = Sends(facts, self._member, self._references)
         self._early: dict[str, Started | LegFailed | CancelGrant] = {}
         """Messages about transfers whose request has not arrived yet (bounded)."""
@@ -63,8 +72,10 @@ class SchedulerHalf:
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived: begin its transfer, if it has one."""
+        """A request has arrived: begin its transfer, if it has one, and look it up in the store."""
         self._drain_inbox()
+        if self._store is not None:
+            self._store.on_new_request(request)
         params = transfer_params(request, self._settings.role)
         if params is None:
             return
@@ -85,9 +96,9 @@ class SchedulerHalf:
             self._apply(early)
 
     def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
-        """How much of this prompt will come over the wire."""
+        """How much of this prompt will come over the wire or from the store."""
         self._drain_inbox()
-        return self._receives.matched_tokens(request, num_computed, self._clock.now())
+        return self._receives.matched_tokens(request, num_computed)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Destination blocks exist."""
@@ -95,23 +106,29 @@ class SchedulerHalf:
 
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
         """What this step tells the workers."""
-        if not output.num_scheduled_tokens and (self._receives.unsettled or self._sends.must_step):
+        if not output.num_scheduled_tokens and self._awaits_news:
             self._await_news()
         self._drain_inbox()
         now = self._clock.now()
         self._receives.check_deadlines(now)
         self._sends.check_deadlines(now)
         plans, verdicts = tuple(self._sends.plans(output)), self._receives.take_verdicts(output)
-        return StepMeta(plans, verdicts, unsettled=self._sends.unsettled or self._receives.unsettled)
+        saves: tuple[SavePlan, ...] = ()
+        if self._store is not None:
+            saves = self._store.saves.plan(output)
+            self._store.lookups.step_over()
+        return StepMeta(plans, saves, verdicts, unsettled=self._sends.unsettled or self._receives.unsettled)
 
     def update(self, output: KVConnectorOutput) -> None:
         """After a step: tell vLLM which receives are finished."""
         self._drain_inbox()
         self._receives.report(output)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request, block_ids: list[int]) -> None:
         """The request is over: called exactly once, before vLLM frees its blocks."""
         self._drain_inbox()
+        if self._store is not None:
+            self._store.request_over(request, block_ids)
         if not self._sends.request_over(request):
             self._receives.request_over(request)
 
@@ -119,18 +136,29 @@ class SchedulerHalf:
     def must_step(self) -> bool:
         """Keep an idle engine stepping: references are out that only a hook can return."""
         self._drain_inbox()
-        return self._sends.must_step or bool(self._references.num_quarantined)
+        saving = self._store is not None and self._store.saves.must_step
+        return saving or self._sends.must_step or bool(self._references.num_quarantined)
 
     @property
     def references_out(self) -> bool:
         """Blocks will come back without preempting anybody."""
-        return self._sends.holds_blocks or bool(self._references.num_quarantined)
+        saving = self._store is not None and self._store.saves.holds_blocks
+        return saving or self._sends.holds_blocks or bool(self._references.num_quarantined)
+
+    @property
+    def _awaits_news(self) -> bool:
+        """Something outside is under way whose end lets the engine go on."""
+        store = self._store
+        storing = store is not None and (store.lookups.waiting or store.saves.must_step)
+        return storing or self._receives.unsettled or self._sends.must_step
 
     def take_counters(self) -> dict[str, float]:
         """What was counted since the last call."""
         counters, self._receives.counters = self._receives.counters, {}
         sent, unsent = self._sends.num_sent, self._sends.num_unsent
         self._sends.num_sent = self._sends.num_unsent = 0
+        if self._store is not None:
+            counters |= self._store.take_counters()
         return counters | {k: v for k, v in (("sent_transfers", sent), ("unsent_transfers", unsent)) if v}
 
     # ---- inbox -------------------------------------------------------------------------------------------------------
@@ -148,6 +176,19 @@ class SchedulerHalf:
         self._member.free_blocks = self._references.free_blocks(self._facts.num_blocks)
 
     def _apply(self, message: FromRouter | ToScheduler) -> None:
+        match message:
+            case Loaded():
+                self._receives.rank_loaded(message)
+            case Found() | Saved() | Held() | StoreCounts():
+                if self._store is not None:
+                    self._store.apply(message)
+            case WorkerReady():
+                if self._store is not None:
+                    self._store.grid.identities[message.rank] = identity_digest(message.identity)
+            case _:
+                self._apply_transfer(message)
+
+    def _apply_transfer(self, message: FromRouter | ToScheduler) -> None:
         transfer_id = getattr(message, "transfer_id", "")
         match message, self._receives.get(transfer_id) or self._sends.get(transfer_id):
             case Landed(), Receive() as receive:
@@ -162,13 +203,13 @@ class SchedulerHalf:
                 self._sends.computed(send, message.wall)
             case Settled(), Send() as send:
                 self._sends.rank_settled(send, message.rank, message.delivered, message.reason)
-            case (LegFailed() | CancelGrant()), Send() as send:
+            case ((LegFailed() | CancelGrant()), Send() as send):
                 self._sends.cancel(send, message.reason)
             case Grant(), None:
                 self._member.leg_failed(transfer_id, "prefill", "prefill has forgotten this transfer")
             case Grant(), Send() as send:
                 send.granted = True
-            case (Started() | LegFailed() | CancelGrant()), None:
+            case ((Started() | LegFailed() | CancelGrant()), None):
                 self._remember(message)
             case Refused(), _:
                 log.error("the router refuses this engine: %s", message.reason)

@@ -9,6 +9,7 @@ import msgspec
 from pdxfer.config.load import load_config
 from pdxfer.config.network import advertised, bind_address
 from pdxfer.config.schema import Config
+from pdxfer.config.store import StoreConfig
 from pdxfer.connector.compat import VllmConfig
 from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import is_engine_id
@@ -43,6 +44,7 @@ class ConnectorSettings:
     drain_s: float = 0.2
     max_deadline_s: float = 600.0
     """Upper bound of a request's own deadline."""
+    store: StoreConfig = field(default_factory=StoreConfig)
     max_early: int = 4096
     """Messages about transfers whose request has not arrived yet."""
 
@@ -81,6 +83,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         layerwise=bool(extra.get("layerwise", transport.layerwise)),
         drain_s=transport.drain_s,
         max_deadline_s=transport.deadline_s,
+        store=ours.store,
     )
 
 

@@ -13,6 +13,14 @@ HELP = {
     "fallbacks": "Prompts computed here although a prefill was paired",
     "sent_transfers": "Prompts whose KV was sent completely",
     "unsent_transfers": "Prompts whose KV was not (completely) sent",
+    "loaded_requests": "Prompts of which the store filled blocks",
+    "loaded_chunks": "Chunks loaded from the store and verified",
+    "loaded_bytes": "KV bytes loaded from the store",
+    "load_failures": "Loads that came up short; the rest was computed",
+    "saved_chunks": "Chunks copied out for the store",
+    "saved_bytes": "KV bytes copied out for the store",
+    "dropped_saves": "Chunks that were not saved: too much was waiting",
+    "corrupt_chunks": "Stored values that were damaged or foreign, and were removed",
 }
 
 

@@ -2,11 +2,15 @@
 
 Receive (decode):
 
-    WAITING ─started─▶ READY ─alloc─▶ GRANTED ─all ranks landed─▶ LANDED ─────────▶ REPORTED
-       │ leg failed,      │ nothing       │ leg failed, deadline,                        ▲
-       │ deadline         │ to load       │ rank fenced, request over                    │
-       ▼                  ▼               ▼                                              │
-     LOCAL              LOCAL         REVOKING ─all ranks quiet─▶ FENCED ─verdict seen───┘
+    WAITING ─started─▶ READY ─alloc─▶ GRANTED ─all fills whole──▶ LANDED ─────────▶ REPORTED
+       │ leg failed,      │ nothing     ▲ │ leg failed, deadline, rank fenced,           ▲
+       │ deadline         │ to load     │ │ chunk missing, request over                  │
+       ▼                  ▼             │ ▼                                              │
+     LOCAL              LOCAL           │ REVOKING ─all ranks quiet─▶ FENCED ─verdict seen┘
+                                        └──────── refill from the store ──┘
+
+Two sources may fill one receive: the store its first blocks, the wire the others. A load without a transfer begins in
+READY.
 
 A request that is over while its grant is out is reported at once (its blocks are quarantined by references) and the
 machine runs on until all ranks are quiet.
@@ -32,26 +36,54 @@ class ReceiveState(enum.Enum):
 
 
 @dataclass(slots=True)
+class Fill:
+    """One source's part of a receive: blocks [at, at + count) of its blocks."""
+
+    at: int
+    count: int
+    whole: set[int] = field(default_factory=set)
+    """Ranks on which all of it is in place."""
+    stopped: dict[int, int] = field(default_factory=dict)
+    """Rank → good blocks, from its start, where it ended early."""
+
+    def is_over(self, world_size: int) -> bool:
+        """Every rank has said that nothing of it will be written any more."""
+        return len(self.whole | self.stopped.keys()) == world_size
+
+    @property
+    def num_valid(self) -> int:
+        """Blocks, from its start, good on every rank that has answered."""
+        return min([*self.stopped.values(), self.count])
+
+
+@dataclass(slots=True)
 class Receive:
-    """decode's side of one transfer."""
+    """KV that comes to one request's blocks: over the wire from a prefill, from the store, or both."""
 
     request_id: str
     transfer_id: str
+    """The router's; empty where there is no transfer, or none any more."""
     num_tokens: int
-    """Prompt tokens."""
+    """Tokens whose KV was asked for: the prompt, or all so far after a preemption."""
     world_size: int
     deadline: float
     """Monotonic seconds; past it the prompt is computed here."""
     state: ReceiveState = ReceiveState.WAITING
     epoch: int = 1
     prefill_id: str = ""
+    """Empty: no wire is involved."""
+    load_id: str = ""
+    """Names what is loaded from the store; a new one each time."""
     first_block: int = 0
     block_ids: list[int] = field(default_factory=list)
-    """Blocks of the grant, in prompt order."""
-    landed: set[int] = field(default_factory=set)
-    """Ranks on which all units are in place."""
-    fenced: dict[int, int] = field(default_factory=dict)
-    """Rank → good blocks of the grant, for ranks where it was taken back."""
+    """Blocks to be filled, in prompt order."""
+    num_good: int = 0
+    """Of them, from the start, in place before the current fills began."""
+    stored: Fill | None = None
+    wire: Fill | None = None
+    """Follows `stored` where both are there."""
+    refilled: bool = False
+    """What the wire did not bring was asked of the store; once."""
     scheduled: bool = False
     """The first forward after the load was scheduled (and stamped)."""
     abandoned: bool = False
@@ -61,16 +93,30 @@ class Receive:
     num_bytes: int = 0
     channel: str = ""
 
+    @property
+    def name(self) -> str:
+        """For log lines."""
+        return self.transfer_id or f"{self.load_id or 'load'} of {self.request_id}"
+
     def started(self, prefill_id: str) -> None:
         """Prefill's first step was scheduled."""
         if self.state is ReceiveState.WAITING:
             self.prefill_id = prefill_id
             self.state = ReceiveState.READY
 
-    def granted(self, first_block: int, block_ids: list[int]) -> None:
-        """vLLM has allocated the destination; the Grant leaves."""
+    def granted(self, first_block: int, block_ids: list[int], num_stored: int = 0) -> None:
+        """vLLM has allocated the destination: the store fills the first `num_stored` blocks, the wire the others."""
         assert self.state is ReceiveState.READY, self.state
         self.first_block, self.block_ids = first_block, block_ids
+        self.stored = Fill(0, num_stored) if num_stored else None
+        self.wire = Fill(num_stored, len(block_ids) - num_stored) if num_stored < len(block_ids) else None
+        self.state = ReceiveState.GRANTED
+
+    def refill(self, num_blocks: int) -> None:
+        """Fenced: the store may fill `num_blocks` of what is missing, before vLLM is told of the rest."""
+        assert self.state is ReceiveState.FENCED and not self.refilled, self.state
+        self.num_good, self.wire, self.refilled = self.num_valid, None, True
+        self.stored = Fill(self.num_good, num_blocks)
         self.state = ReceiveState.GRANTED
 
     def give_up(self, reason: str) -> bool:
@@ -87,26 +133,45 @@ class Receive:
 
     def rank_landed(self, rank: int) -> None:
         """All units of the grant are in place on this rank."""
-        if self.state in (ReceiveState.GRANTED, ReceiveState.REVOKING):
-            self.landed.add(rank)
+        if self._is_filling and self.wire is not None:
+            self.wire.whole.add(rank)
             self._settle()
 
     def rank_fenced(self, rank: int, num_valid: int, reason: str) -> bool:
-        """The grant is over on this rank. True: the other ranks have to be told to revoke it."""
-        if self.state not in (ReceiveState.GRANTED, ReceiveState.REVOKING):
+        """The grant is over on this rank. True: everything else that is out has to be taken back."""
+        return self._is_filling and self.wire is not None and self._stopped(self.wire, rank, num_valid, reason)
+
+    def rank_loaded(self, rank: int, num_valid: int, reason: str) -> bool:
+        """The store's part is over on this rank. True: everything else that is out has to be taken back."""
+        if not self._is_filling or self.stored is None:
             return False
+        if num_valid < self.stored.count:
+            return self._stopped(self.stored, rank, num_valid, reason)
+        self.stored.whole.add(rank)
+        self._settle()
+        return False
+
+    @property
+    def _is_filling(self) -> bool:
+        return self.state in (ReceiveState.GRANTED, ReceiveState.REVOKING)
+
+    def _stopped(self, fill: Fill, rank: int, num_valid: int, reason: str) -> bool:
         first = self.state is ReceiveState.GRANTED
         if first:
             self.reason = reason
             self.state = ReceiveState.REVOKING
-        self.fenced[rank] = num_valid
+        fill.stopped[rank] = num_valid
         self._settle()
-        return first and self.world_size > 1
+        return first and self.state is ReceiveState.REVOKING
 
     def _settle(self) -> None:
-        if len(self.landed | self.fenced.keys()) == self.world_size:
+        if all(fill.is_over(self.world_size) for fill in self._fills):
             complete = self.num_valid == len(self.block_ids)
             self.state = ReceiveState.LANDED if complete else ReceiveState.FENCED
+
+    @property
+    def _fills(self) -> list[Fill]:
+        return [fill for fill in (self.stored, self.wire) if fill is not None]
 
     def over(self) -> bool:
         """The request finished or was aborted. True: vLLM still waits for finished_recving and must get it now."""
@@ -126,7 +191,12 @@ class Receive:
     @property
     def num_valid(self) -> int:
         """Blocks of the grant, from its start, good on every rank."""
-        return min([*self.fenced.values(), len(self.block_ids)])
+        good = self.num_good
+        for fill in self._fills:
+            good = fill.at + fill.num_valid
+            if fill.num_valid < fill.count:
+                break
+        return good
 
     @property
     def invalid_blocks(self) -> list[int]:

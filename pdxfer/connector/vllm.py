@@ -144,13 +144,13 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._s.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._s.finished(request)
+        self._s.finished(request, block_ids)
         return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._s.finished(request)
+        self._s.finished(request, block_ids[0] if block_ids else [])
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -170,7 +170,7 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._w.bind(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to start: receives begin with the Grant, outside steps."""
+        """Nothing to start: receives begin with the Grant, loads with Load, outside steps."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a scheduled request's KV is complete."""
@@ -205,13 +205,15 @@ def _log_with_vllm() -> None:
 def _facts(config: VllmConfig, kv_config: KVCacheConfig) -> EngineFacts:
     model, scheduler = config.model_config, config.scheduler_config
     served = model.served_model_name
+    block_size = kv_config.kv_cache_groups[0].kv_cache_spec.block_size
     return EngineFacts(
         model=str(model.model),
         served_names=[served] if isinstance(served, str) else list(served or [model.model]),
         num_blocks=kv_config.num_blocks,
-        block_size=kv_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        block_size=block_size,
         max_model_len=model.max_model_len,
         world_size=config.parallel_config.world_size,
+        max_step_blocks=-(-scheduler.max_num_batched_tokens // block_size) + scheduler.max_num_seqs,
         plans_ready_hits=not scheduler.async_scheduling,
     )
 

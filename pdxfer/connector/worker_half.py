@@ -1,4 +1,4 @@
-"""The half in a worker process: hands final layers to the node and gives the scheduler half its say in every step.
+"""The half in a worker process: hands final layers and chunks to the node, gives the scheduler half its say in a step.
 
 Hooks run on the compute thread. They only put events into the node's queues; sending, receiving and digesting happen
 on the node's own threads.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from pdxfer.connector.compat import KVCacheConfig, VllmConfig
-from pdxfer.connector.fingerprint import fingerprint
+from pdxfer.connector.fingerprint import fingerprint, store_identity
 from pdxfer.connector.scheduler_half import StepMeta
 from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.core.errors import ConfigError
@@ -18,6 +18,7 @@ from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.region import Region
 from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.sender import Ready
+from pdxfer.node.store_side import StoreSettings
 from pdxfer.transport.pool import endpoint_factories
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class WorkerHalf:
         block_size = self._kv_config.kv_cache_groups[0].kv_cache_spec.block_size
         layout = layout_of([caches[name] for name in names], self._kv_config.num_blocks, block_size)
         settings = self._settings
+        marks = fingerprint(self._config, layout, len(names))
         self._node = Node(
             NodeSettings(
                 engine_id=settings.engine_id,
@@ -54,10 +56,22 @@ class WorkerHalf:
                 chunk_blocks=max(1, settings.chunk_tokens // block_size),
                 digest_every=DIGEST_EVERY[settings.integrity],
                 drain_s=settings.drain_s,
+                store=self._store_settings(marks) if settings.store.enabled else None,
             ),
             Region(layout),
-            fingerprint(self._config, layout, len(names)),
+            marks,
             endpoint_factories(settings.channels),
+        )
+
+    def _store_settings(self, marks: dict[str, str]) -> StoreSettings:
+        settings, world_size = self._settings, self._config.parallel_config.world_size
+        parts = [settings.engine_id] if settings.role != "both" else []
+        parts += [f"rank{self._rank}"] if world_size > 1 else []
+        return StoreSettings(
+            config=settings.store,
+            identity=store_identity(marks, self._rank, world_size),
+            subdirectory="-".join(parts),
+            shares=world_size,
         )
 
     def bind(self, meta: StepMeta) -> None:
@@ -83,6 +97,8 @@ class WorkerHalf:
             self._next_layer = len(self._layers)
         if self._meta.plans and self._node is not None and not torch.cuda.is_available():
             self._node.computed(self._meta.plans)
+        if self._meta.saves and self._node is not None:
+            self._node.save(self._meta.saves, self._event())
 
     def load_errors(self) -> set[int]:
         """Verdicts of the scheduler half, given back to vLLM in the step that carries them."""

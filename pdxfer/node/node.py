@@ -14,9 +14,11 @@ from pdxfer.core.errors import ConfigError, PdxferError
 from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
 from pdxfer.node.lane import Lane, Report
-from pdxfer.node.plan import SendPlan
+from pdxfer.node.plan import SavePlan, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Ready, Sender
+from pdxfer.node.store_blocks import HostBlocks
+from pdxfer.node.store_side import StoreSettings, StoreSide
 from pdxfer.router.client import ClientSecurity, MemberClient
 from pdxfer.transport.base import (
     Abort,
@@ -76,6 +78,8 @@ class NodeSettings:
     digest_every: int = 1
     """Units per digest; 0 takes none (transport.integrity)."""
     drain_s: float = 0.2
+    store: StoreSettings | None = None
+    """None: KV is not kept."""
 
 
 class Node:
@@ -100,8 +104,12 @@ class Node:
         self._generations: tuple[int, ...] = ()
         self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids)
         self.sender = Sender(region.layout.num_layers, settings.chunk_blocks, self._open_lane, self._settled)
+        self.store: StoreSide | None = self._open_store(settings.store) if settings.store is not None else None
         self._halves = WorkerEnd(settings.halves_path, settings.rank, self._on_half)
-        self._halves.send(WorkerReady(rank=settings.rank, fingerprint=fingerprint))
+        identity = settings.store.identity if settings.store is not None else {}
+        self._halves.send(WorkerReady(rank=settings.rank, fingerprint=fingerprint, identity=identity))
+        if self.store is not None:
+            self.store.begin()
 
     # ---- from the compute thread ----------------------------------------------------------------------------------
 
@@ -120,10 +128,17 @@ class Node:
             if plan.is_last:
                 self._halves.send(Computed(transfer_id=plan.transfer_id, wall=now))
 
+    def save(self, plans: tuple[SavePlan, ...], ready: Ready = None) -> None:
+        """The step with these plans has run, or will have when `ready` returns."""
+        if self.store is not None:
+            self.store.save(plans, ready)
+
     def close(self) -> None:
-        """Leave: close the lanes, the channels (which fences them), the links."""
+        """Leave: close the lanes, the channels (which fences them), the store, the links."""
         self.sender.close()
         self.receiver.close()
+        if self.store is not None:
+            self.store.close()
         with self._lock:
             self._is_closed = True
             pool, endpoints, router = self._pool, self._endpoints, self._router
@@ -148,6 +163,14 @@ class Node:
                 self.receiver.revoke(message.transfer_id, message.epoch, message.reason)
             case Forget():
                 self.sender.forget(message.transfer_id, message.reason)
+            case _:
+                if self.store is not None:
+                    self.store.on_half(message)
+
+    def _open_store(self, settings: StoreSettings) -> StoreSide:
+        block_size = self._region.layout.block_size
+        blocks = HostBlocks(self._region)
+        return StoreSide(settings, self._settings.rank, block_size, blocks, self._report, self._clock)
 
     def _join(self, incarnation: int) -> None:
         """Open the endpoints and join the router under this incarnation."""
@@ -212,7 +235,8 @@ class Node:
         if router is not None and self._generations != tuple(e.generation for e in self._endpoints):
             for message in self._hello():
                 router.send(message)
-        return Heartbeat(incarnation=self._me.incarnation, wall=self._clock.wall())
+        tiers = self.store.reports() if self.store is not None else []
+        return Heartbeat(incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers)
 
     def _on_router(self, message: FromRouter) -> None:
         match message:

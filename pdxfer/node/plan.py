@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker to send, step by step: plain picklable values.
+"""What the scheduler half tells the worker to send and to save, step by step: plain picklable values.
 
 A block is planned once, in the step in which it becomes final; `num_ready` of the blocks were final before the step
 began (prefix hits), the others become final layer by layer while the step runs.
@@ -25,11 +25,27 @@ class SendPlan:
     token_digest: bytes
     """Identity of the prompt; must equal the Grant's."""
 
-
     @property
     def is_last(self) -> bool:
         """This step completes the prompt."""
         return self.first_block + len(self.block_ids) == self.total_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """One chunk to be put into the store; its blocks are final when the step it came with has run."""
+
+    save_id: int
+    """The scheduler half's; Saved answers it, exactly once."""
+    keys: tuple[bytes, ...]
+    """The chunk's key on each rank."""
+    block_ids: tuple[int, ...]
+    """In prompt order."""
+    first_token: int
+    num_tokens: int
+    tenant: str = ""
+    reserved: bool = False
+    """Must not be dropped (spill)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,30 +12,26 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from pdxfer.core.errors import ConfigError, ProtocolError
 from pdxfer.wire.messages import BlockIds, ChannelAddress, Id, Text
+from pdxfer.wire.store_facts import Fact, ToSchedulerStore, ToWorkerStore
 from pdxfer.wire.version import Decoder, encode
 
 log = logging.getLogger(__name__)
 
 
-class _Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="m", forbid_unknown_fields=True):
-    """Base of the messages between halves."""
-
-
 # ---- scheduler half → worker halves ------------------------------------------------------------------------------
 
 
-class Welcome(_Fact, tag="welcome", frozen=True):
+class Welcome(Fact, tag="welcome", frozen=True):
     """First message to a worker: the incarnation this engine lives under."""
 
     incarnation: int
 
 
-class Expect(_Fact, tag="expect", frozen=True):
+class Expect(Fact, tag="expect", frozen=True):
     """decode: these blocks may be filled; sent before the Grant leaves."""
 
     transfer_id: Id
@@ -45,7 +41,7 @@ class Expect(_Fact, tag="expect", frozen=True):
     block_ids: BlockIds
 
 
-class Revoke(_Fact, tag="revoke", frozen=True):
+class Revoke(Fact, tag="revoke", frozen=True):
     """decode: take the grant back; answer Fenced when no byte of it can land any more."""
 
     transfer_id: Id
@@ -53,7 +49,7 @@ class Revoke(_Fact, tag="revoke", frozen=True):
     reason: Text
 
 
-class Forget(_Fact, tag="forget", frozen=True):
+class Forget(Fact, tag="forget", frozen=True):
     """prefill: send nothing more of this transfer; answer Settled when no byte of it can leave any more."""
 
     transfer_id: Id
@@ -63,21 +59,23 @@ class Forget(_Fact, tag="forget", frozen=True):
 # ---- worker half → scheduler half --------------------------------------------------------------------------------
 
 
-class WorkerReady(_Fact, tag="worker_ready", frozen=True):
-    """A rank has its KV region and endpoints; `fingerprint` is its part of the engine's identity."""
+class WorkerReady(Fact, tag="worker_ready", frozen=True):
+    """A rank has its KV region and endpoints; `fingerprint` is what a partner must share."""
 
     rank: int
     fingerprint: dict[str, str]
+    identity: dict[str, str] = {}
+    """What stored chunks of this rank depend on (kv/chunks.identity_digest)."""
 
 
-class Listening(_Fact, tag="listening", frozen=True):
+class Listening(Fact, tag="listening", frozen=True):
     """Where the rank's endpoints listen (logged, and shown by doctor)."""
 
     rank: int
     addresses: list[ChannelAddress]
 
 
-class Landed(_Fact, tag="landed", frozen=True):
+class Landed(Fact, tag="landed", frozen=True):
     """decode: every unit of the grant is in place and verified on this rank."""
 
     rank: int
@@ -89,7 +87,7 @@ class Landed(_Fact, tag="landed", frozen=True):
     wall: float
 
 
-class Fenced(_Fact, tag="fenced", frozen=True):
+class Fenced(Fact, tag="fenced", frozen=True):
     """decode: the grant is over on this rank and nothing of it can land; the first `num_valid` blocks are good."""
 
     rank: int
@@ -99,14 +97,14 @@ class Fenced(_Fact, tag="fenced", frozen=True):
     reason: Text
 
 
-class Computed(_Fact, tag="computed", frozen=True):
+class Computed(Fact, tag="computed", frozen=True):
     """prefill: the step that completes this prompt has been computed; sent where the CPU knows (not on CUDA)."""
 
     transfer_id: Id
     wall: float
 
 
-class Settled(_Fact, tag="settled", frozen=True):
+class Settled(Fact, tag="settled", frozen=True):
     """prefill: no byte of this transfer is read any more on this rank; its blocks may go back."""
 
     rank: int
@@ -115,8 +113,8 @@ class Settled(_Fact, tag="settled", frozen=True):
     reason: Text
 
 
-ToWorker = Welcome | Expect | Revoke | Forget
-ToScheduler = WorkerReady | Listening | Landed | Fenced | Computed | Settled
+ToWorker = Welcome | Expect | Revoke | Forget | ToWorkerStore
+ToScheduler = WorkerReady | Listening | Landed | Fenced | Computed | Settled | ToSchedulerStore
 
 
 def socket_path(run_id: str) -> str:
@@ -218,6 +216,10 @@ class SchedulerEnd(_Link):
         data = encode(message)
         for rank in self._ranks:
             self._post([rank, data])
+
+    def send(self, rank: int, message: ToWorker) -> None:
+        """Send to one rank, in the same order as what is broadcast."""
+        self._post([self._ranks[rank], encode(message)])
 
     def _open(self) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
