@@ -5,13 +5,13 @@ alone, and the tier waits for the mount.
 """
 
 import errno
-import fcntl
 import mmap
 import os
 from dataclasses import dataclass
 
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.disk_files import FileLayer, open_slab, read_all, write_all
+from pdxfer.store.disk_lock import take_lock
 from pdxfer.store.disk_table import (
     BLOCK_BYTES,
     ENTRY_BYTES,
@@ -79,7 +79,7 @@ class SlabFiles:
         """Make what is missing, take the lock, give the table its length. ConfigError, or OSError to try again."""
         try:
             self._make_directory()
-            self._take_lock()
+            self._lock = take_lock(self._files, self._name("lock"), self.path, "disk")
             self.table = self._files.open(self._name("table"), os.O_RDWR | os.O_CREAT)
             self._begin_table(plan)
             scratch = mmap.mmap(-1, BLOCK_BYTES)
@@ -119,18 +119,6 @@ class SlabFiles:
             if os.stat(nearest).st_dev != self._device:
                 raise OSError(errno.ENODEV, f"{self.path} is not on the filesystem any more where it was opened")
         os.makedirs(self.path, mode=0o700, exist_ok=True)
-
-    def _take_lock(self) -> None:
-        self._lock = self._files.open(self._name("lock"), os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock, 64, 0).decode("ascii", "replace").strip() or "unknown"
-            raise ConfigError(
-                f"disk tier: {self.path} is in use by another process (pid {holder}); give each engine its own"
-                " directory in store.tiers[].url, or let them share one store process (store.shared_memory)"
-            ) from error
-        write_all(self._files, self._lock, memoryview(f"{os.getpid():<10}\n".encode()), 0)
 
     def _begin_table(self, plan: SlabPlan) -> None:
         size = self._files.size(self.table)
