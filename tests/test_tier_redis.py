@@ -2,27 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
+from servers.kit import LARGE, RemoteContract, get, opened, put, soon, works
 from servers.redis import Certificates, RedisServer, Sentinel, cluster, move_all_slots
 
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ConfigError
-from pdxfer.store.base import Outcome, Tier
+from pdxfer.store.base import Outcome
 from pdxfer.store.open import open_tier
 from pdxfer.store.remote.pieces import PIECE_BYTES
-from pdxfer.store.remote.redis import RedisTier
-from pdxfer.testing.fake_clock import FakeClock
-from pdxfer.testing.tier_kit import Wanted, key_of, until, value_of
-from pdxfer.testing.tier_suite import TierSuite
+from pdxfer.testing.tier_kit import key_of, until, value_of
 
 pytestmark = pytest.mark.slow
-MIB = 1 << 20
-LARGE = 3 * MIB + 17
 
 
 @pytest.fixture(scope="module", params=["redis", "valkey"])
@@ -43,56 +37,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("tls"))
 
 
-class TestContract(TierSuite):
+class TestContract(RemoteContract):
     """The promises of every tier."""
-
-    survives_restart = True
-    capacity_bound = False
-    pins = False
-    expires = False
 
     @pytest.fixture(autouse=True)
     def _on(self, server: RedisServer) -> None:
         self.url = server.url()
-
-    def make(self, where: Path, clock: FakeClock, wanted: Wanted) -> Tier:
-        config = TierConfig(url=self.url, ttl_s=wanted.ttl_s, options={"prefix": f"{where}:"})
-        return RedisTier(config, clock, **wanted.limits())
-
-
-@asynccontextmanager
-async def opened(url: str, **options: str) -> AsyncIterator[Tier]:
-    tier = await open_tier(TierConfig(url=url, options=options), SYSTEM_CLOCK)
-    try:
-        yield tier
-    finally:
-        await tier.close()
-
-
-def soon() -> float:
-    return SYSTEM_CLOCK.now() + 10.0
-
-
-async def put(tier: Tier, *names: object, num_bytes: int = 1000) -> None:
-    for name in names:
-        assert await tier.put(key_of(name), [value_of(name, num_bytes)], soon()) is Outcome.STORED
-
-
-async def get(tier: Tier, name: object) -> bytes | None:
-    lease = await tier.get(key_of(name), soon())
-    if lease is None:
-        return None
-    async with lease:
-        return bytes(lease.view)
-
-
-async def works(tier: Tier) -> None:
-    """A small and a large value go and come."""
-    for name, num_bytes in (("small", 100), ("large", LARGE)):
-        await put(tier, name, num_bytes=num_bytes)
-        assert await get(tier, name) == value_of(name, num_bytes)
-    assert await tier.delete([key_of("small"), key_of("large")], soon()) == 2
-    assert tier.stats().failures == {}
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     redis://[[USER]:PASSWORD@]HOST[:6379][,HOST...][/DB]      rediss:// and valkeys:// with TLS; valkey:// is the same
 
-Values travel over our own sockets (redis_session.py); topology is found by redis_topology.py and asked again when a
+Values travel over our own sockets (redis_wire.py); topology is found by redis_topology.py and asked again when a
 server goes away or says that a key has moved.
 """
 
@@ -15,9 +15,10 @@ from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.remote.errors import ServerError
+from pdxfer.store.remote.piece_session import PieceSession
 from pdxfer.store.remote.pieces import MAX_PIECES
-from pdxfer.store.remote.redis_session import ROOM, RedisLogin, RedisNaming, RedisSession
 from pdxfer.store.remote.redis_topology import Discovery, Placement, load_redis
+from pdxfer.store.remote.redis_wire import ROOM, RedisLogin, RedisTimes, RedisWire
 from pdxfer.store.remote.server import PROBE_S, Server
 from pdxfer.store.remote.tier import RemoteTier
 from pdxfer.store.remote.tls import TLS_SETTINGS, tls_context, tls_for_redis_py
@@ -43,10 +44,8 @@ class RedisTier(RemoteTier):
         pin_fraction: float = 0.5,
     ) -> None:
         super().__init__(config, clock, tenant_quota=tenant_quota, pin_fraction=pin_fraction)
-        self._naming = RedisNaming(
-            prefix=self._prefix.encode(),
-            ttl_ms=int(config.ttl_s * 1000),
-            unfinished_ms=int(config.put_timeout_s * 1000) + 60_000,
+        self._times = RedisTimes(
+            ttl_ms=int(config.ttl_s * 1000), unfinished_ms=int(config.put_timeout_s * 1000) + 60_000
         )
         self._discovery = self._read_url()
         if self._discovery.changes:
@@ -114,6 +113,10 @@ class RedisTier(RemoteTier):
             raise ConfigError(f"store.tiers: {url.shown}: a cluster has neither sentinels nor databases")
         return discovery
 
+    def _session(self, address: Address, end: float) -> PieceSession:
+        prefix = self._prefix.encode()
+        return PieceSession(RedisWire(address, self._discovery.login, self._times, prefix, end), prefix)
+
     def _away(self) -> None:
         """A server is away or a key has moved: ask again, unless that is being done."""
         if self._discovery.changes and not self._closed and (self._asking is None or self._asking.done()):
@@ -141,8 +144,7 @@ class RedisTier(RemoteTier):
         """Servers that are new are made, those that left are closed."""
         for address in placement.addresses:
             if address not in self._servers:
-                connect = partial(RedisSession, address, self._discovery.login, self._naming)
-                self._servers[address] = self.server(f"redis {address}", connect, self._away)
+                self._servers[address] = self.server(f"redis {address}", partial(self._session, address), self._away)
         for address in set(self._servers) - set(placement.addresses):
             leaving = self._servers.pop(address)
             self._ended.append(asyncio.get_running_loop().create_task(leaving.close()))

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import xxhash
-
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.remote.errors import Reason, ServerError
-from pdxfer.store.remote.redis_session import RedisLogin
+from pdxfer.store.remote.placement import Spread
+from pdxfer.store.remote.redis_wire import RedisLogin
 from pdxfer.store.remote.stream import remaining
 from pdxfer.store.remote.url import Address
 
@@ -31,19 +30,6 @@ class Placement(Protocol):
     def of(self, key: bytes) -> Address | None:
         """Who holds this key."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Plain servers side by side: rendezvous hashing, so a server more or less moves only its own share of keys."""
-
-    addresses: tuple[Address, ...]
-
-    def of(self, key: bytes) -> Address | None:
-        """The server with the highest score for this key."""
-        if len(self.addresses) == 1:
-            return self.addresses[0]
-        return max(self.addresses, key=lambda address: xxhash.xxh3_64_intdigest(key + str(address).encode()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ A RespError is an answer, not an exception: whoever pipelines must read all answ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Union
+from typing import Union
 
 from pdxfer.store.base import Buffer
 from pdxfer.store.remote.errors import Reason, ServerError
@@ -51,9 +51,10 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
-def set_command(key: bytes, body: Sequence[Buffer], num_bytes: int, *options: bytes) -> list[Buffer]:
+def set_command(key: bytes, body: Sequence[Buffer], *options: bytes) -> list[Buffer]:
     """SET with a large value that is sent from where it lies."""
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (3 + len(options), len(key), key, num_bytes)
+    length = sum(memoryview(part).nbytes for part in body)
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (3 + len(options), len(key), key, length)
     tail = b"\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)
     return [head, *body, tail]
 
@@ -96,10 +97,10 @@ def expect_end(stream: Stream, end: float) -> None:
         raise ServerError(Reason.PROTOCOL, f"{stream.address} sent a value of another length than announced")
 
 
-def raise_error(reply: RespError, what: str) -> NoReturn:
-    """As ServerError; the conversation is in step."""
-    clean = reply.reason in (Reason.FULL, Reason.MOVED, Reason.PROTOCOL)
-    raise ServerError(reply.reason, f"{what}: {reply.text}", clean=clean)
+def as_error(answer: RespError, what: str) -> ServerError:
+    """To be raised when all answers have been read."""
+    clean = answer.reason in (Reason.FULL, Reason.MOVED, Reason.PROTOCOL)
+    return ServerError(answer.reason, f"{what}: {answer.text}", clean=clean)
 
 
 def _bulk(stream: Stream, length: int, end: float) -> bytes | None:

@@ -81,12 +81,12 @@ class Stream:
         while view.nbytes:
             view = view[self._receive(view, end, whole=True) :]
 
-    def line(self, end: float) -> bytes:
-        """Up to CR LF, without it."""
-        while (at := bytes(self._buffer[self._begin : self._end]).find(b"\r\n")) < 0:
+    def line(self, end: float, mark: bytes = b"\r\n") -> bytes:
+        """Up to CR LF (or another mark), without it."""
+        while (at := bytes(self._buffer[self._begin : self._end]).find(mark)) < 0:
             self._more(end)
-        self._begin += at + 2
-        return bytes(self._buffer[self._begin - at - 2 : self._begin - 2])
+        self._begin += at + len(mark)
+        return bytes(self._buffer[self._begin - at - len(mark) : self._begin - len(mark)])
 
     def take(self, num_bytes: int, end: float) -> bytes:
         """A few bytes, copied."""
