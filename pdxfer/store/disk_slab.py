@@ -185,7 +185,7 @@ class Slab:
         return min(self._space.num_blocks + self._plan.step_blocks, self._plan.max_blocks)
 
     def _begin(self, found: Recovered, num_blocks: int) -> None:
-        self._damage = {"entry": found.damaged} if found.damaged else {}
+        self._damage = {"entry": found.damaged, "dropped": found.dropped}
         self._erasures.clear()
         self._space = Space(num_blocks, (extent for record in found.records for extent in record.extents))
         used = {record.slot for record in found.records}
