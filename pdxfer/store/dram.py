@@ -104,12 +104,10 @@ class DramTier:
         found = (self._index.find(key) for key in keys)
         return [value.entry() if value else None for value in found]
 
-    async def get(self, key: bytes, deadline: float) -> Lease | None:
+    async def get(self, key: bytes, deadline: float) -> PieceLease | None:
         """The value in place; no copy."""
-        return self.lease(key) if self._ready(deadline) else None
-
-    def lease(self, key: bytes) -> PieceLease | None:
-        """As get, when the deadline has been looked at."""
+        if not self._ready(deadline):
+            return None
         value = self._index.find(key)
         self._counters.got(value is not None)
         if value is None:

@@ -13,7 +13,9 @@ import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from typing import cast
+from typing import Any, cast
+
+from msgspec import structs
 
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import Clock
@@ -24,6 +26,7 @@ TierFactory = Callable[..., Tier]
 
 BUILT_IN = {
     "dram": "pdxfer.store.dram:DramTier",
+    "shm": "pdxfer.store.shared:SharedDramTier",
     "file": "pdxfer.store.disk:DiskTier",
     "disk": "pdxfer.store.disk:DiskTier",
     "lmdb": "pdxfer.store.lmdb_tier:LmdbTier",
@@ -63,12 +66,10 @@ async def open_tier(
 
 async def open_tiers(config: StoreConfig, clock: Clock) -> list[Tier]:
     """All of `store.tiers`, in order; what was opened is closed again if a later one cannot be."""
-    quota = {tenant: int(gib * GIB) for tenant, gib in config.tenant_quota_gib.items()}
     tiers: list[Tier] = []
     try:
         for tier in config.tiers:
-            opened = await open_tier(tier, clock, tenant_quota=quota, pin_fraction=config.pin_quota_fraction)
-            tiers.append(opened)
+            tiers.append(await open_tier(_shared(tier, config.shared_memory), clock, **limits(config)))
     except BaseException:
         for tier_ in reversed(tiers):
             await tier_.close()
@@ -76,10 +77,21 @@ async def open_tiers(config: StoreConfig, clock: Clock) -> list[Tier]:
     return tiers
 
 
+def limits(config: StoreConfig) -> dict[str, Any]:
+    """Keyword arguments of tiers: quotas in bytes and the part that may be pinned."""
+    quota = {tenant: int(gib * GIB) for tenant, gib in config.tenant_quota_gib.items()}
+    return {"tenant_quota": quota, "pin_fraction": config.pin_quota_fraction}
+
+
+def scheme_of(url: str) -> str:
+    """The part before the colon, in lower case; the whole text if there is none."""
+    scheme = _SCHEME.match(url)
+    return scheme.group(1).lower() if scheme else url
+
+
 def find_factory(url: str) -> TierFactory:
     """The class that serves this URL. ConfigError for an unknown scheme (nearest named) or a missing library."""
-    scheme = _SCHEME.match(url)
-    name = scheme.group(1).lower() if scheme else url
+    name = scheme_of(url)
     if name in BUILT_IN:
         return _load(BUILT_IN[name], url)
     for entry in entry_points(group=ENTRY_POINTS, name=name):
@@ -87,6 +99,11 @@ def find_factory(url: str) -> TierFactory:
     if _MODULE_CLASS.fullmatch(url):
         return _load(url, url)
     raise ConfigError(_unknown(name, url))
+
+
+def _shared(tier: TierConfig, socket: str) -> TierConfig:
+    """With a store process on the host, `dram:` is its memory."""
+    return structs.replace(tier, url=f"shm:{socket}") if socket and scheme_of(tier.url) == "dram" else tier
 
 
 def _load(path: str, url: str) -> TierFactory:

@@ -1,0 +1,204 @@
+"""One engine's connection to the store process: the mapped segment, calls and their answers, what is held over it.
+
+shared.py makes a new link when this one ends. A call that is given up (deadline, cancellation) leaves its answer to
+us: a lease that arrives for nobody is dropped at once.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from pdxfer.core.errors import ConfigError, ProtocolError, UnreachableError
+from pdxfer.memory.segment import Segment
+from pdxfer.store.shared_wire import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Answer,
+    Drop,
+    Evicted,
+    Figures,
+    Held,
+    Question,
+    Refused,
+    Welcome,
+    decode_from_server,
+    frame_bytes,
+    pack,
+    read_frame,
+)
+
+log = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 2.0
+
+
+class SharedLink:
+    """An attached connection. Loop thread only, except `drop`."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        evicted: Callable[[Evicted], None],
+    ) -> None:
+        self.segment = segment
+        self.figures = Figures(0, segment.num_bytes, 0, 0, 0)
+        """Of the tier, at its last answer."""
+        self._reader = reader
+        self._writer = writer
+        self._evicted = evicted
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count(1)
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self.alive = True
+        self.ended = asyncio.ensure_future(self._read())
+        """Done when the connection is over."""
+
+    def __repr__(self) -> str:
+        return f"<SharedLink alive={self.alive} calls={len(self._calls)} {self.segment!r}>"
+
+    @classmethod
+    async def attach(cls, path: Path, evicted: Callable[[Evicted], None]) -> "SharedLink":
+        """Connect and map. UnreachableError: nobody serves the path now. ConfigError: we may not, or other version."""
+        connection, segment = await asyncio.to_thread(_attach, path)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        return cls(segment, reader, writer, evicted)
+
+    async def call(self, request: Question, timeout_s: float) -> Answer | None:
+        """The answer to a request, whose id we choose; None: not in time, or the connection ended."""
+        if not self.alive or timeout_s <= 0:
+            return None
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._calls[number] = answer
+        self._writer.write(pack(structs.replace(request, id=number)))
+        try:
+            await asyncio.wait((answer,), timeout=timeout_s)
+            return answer.result() if answer.done() and not answer.cancelled() else None
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():
+                self._dispose(answer.result())
+            raise
+        finally:
+            self._calls.pop(number, None)
+
+    def drop(self, handle: int) -> None:
+        """End a lease or a reservation of this link. Any thread; nothing to do if the connection is over."""
+        if not self.alive:
+            return
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            self._send_drop(handle)
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._send_drop, handle)
+        except RuntimeError:  # the loop is closed, and the connection with it
+            return
+
+    async def close(self) -> None:
+        """End the connection; what is still held comes back on the other side. Idempotent."""
+        self.alive = False
+        self.ended.cancel()
+        await asyncio.wait((self.ended,))
+        self.segment.close()
+
+    def _send_drop(self, handle: int) -> None:
+        if self.alive:
+            self._writer.write(pack(Drop(handle)))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._take(decode_from_server(await read_frame(self._reader)))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            log.info("store process went: %s", error)
+        except (msgspec.DecodeError, ProtocolError) as error:
+            log.warning("store process does not speak our protocol, detached: %s", error)
+        finally:
+            self.alive = False
+            self._writer.close()
+            calls, self._calls = self._calls, {}
+            for answer in calls.values():
+                answer.cancel()
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Evicted):
+            self._evicted(message)
+            return
+        if not isinstance(message, Answer):
+            raise ProtocolError(f"unexpected {type(message).__name__} from the store process")
+        self.figures = message.figures
+        answer = self._calls.pop(message.id, None)
+        if answer is None:
+            self._dispose(message)
+        else:
+            answer.set_result(message)
+
+    def _dispose(self, message: Answer) -> None:
+        if isinstance(message, Held):
+            self._send_drop(message.handle)
+
+
+def _attach(path: Path) -> tuple[socket.socket, Segment]:
+    """Connect, read Welcome and the fd, map. Blocking, bounded."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(ATTACH_TIMEOUT_S)
+        connection.connect(os.fspath(path))
+        segment = _welcomed(connection, path)
+        connection.setblocking(False)
+    except OSError as error:
+        connection.close()
+        raise UnreachableError(f"no store process answers at {path}: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection, segment
+
+
+def _welcomed(connection: socket.socket, path: Path) -> Segment:
+    head, fds, _, _ = socket.recv_fds(connection, 4, 1)
+    try:
+        body = _exactly(connection, frame_bytes(_rest(connection, head, 4)))
+        message = decode_from_server(body)
+        if isinstance(message, Refused):
+            raise ConfigError(f"the store process at {path} refused us: {message.reason}")
+        if not isinstance(message, Welcome) or not fds:
+            raise ConfigError(f"what listens at {path} is no store process; correct store.shared_memory")
+        if message.version != VERSION:
+            raise ConfigError(
+                f"the store process at {path} speaks version {message.version}, we speak {VERSION};"
+                " restart it with the installed version"
+            )
+        return Segment.attach(fds.pop(), message.num_bytes)
+    except (msgspec.DecodeError, ProtocolError) as error:
+        raise ConfigError(f"what listens at {path} is no store process; correct store.shared_memory") from error
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _rest(connection: socket.socket, head: bytes, length: int) -> bytes:
+    return head + _exactly(connection, length - len(head))
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    assert 0 <= length <= MAX_FRAME_BYTES
+    data = b""
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise ConnectionResetError("closed during the welcome")
+        data += part
+    return data
