@@ -32,6 +32,9 @@ fi
 if [ "$tier" != fast ] && ! { command -v ip && command -v tc; } >/dev/null; then
   stage "iproute2 (two-host tests)" sh -c 'apt-get update -q && apt-get install -y -q iproute2'
 fi
+if [ "$tier" != fast ] && ! command -v chromium >/dev/null; then
+  stage "chromium (status page)" sh -c 'apt-get update -q && apt-get install -y -q chromium'
+fi
 if [ "$tier" != fast ] && ! { command -v redis-server && command -v memcached; } >/dev/null; then
   stage "redis and memcached (tests of their tiers)" \
     sh -c 'apt-get update -q && apt-get install -y -q --no-install-recommends redis-server memcached'

@@ -20,6 +20,8 @@ _MAX_SAMPLES = 2000
 """TTFT values kept a bin; later ones of the same bin are counted, not kept."""
 _MAX_REASONS = 64
 _MAX_FLOWS = 256
+_RATE_SAMPLES = 3
+"""A rate is the mean over so many samples: one transfer is more than a second's worth of some links."""
 _PARTS = tuple(stage for stage in STAGES if stage != "ttft")
 
 
@@ -112,21 +114,19 @@ class Rates:
     """Per-second figures from the counters of two snapshots."""
 
     def __init__(self) -> None:
-        self._at = 0.0
-        self._bytes: dict[tuple[str, str], int] = {}
+        self._bytes: deque[tuple[float, dict[tuple[str, str], int]]] = deque(maxlen=_RATE_SAMPLES + 1)
         self._rates: dict[tuple[str, str], float] = {}
         self._tiers: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=int(RECENT_S) + 1)
 
     def sample(self, snapshot: Snapshot, now: float) -> None:
         """The state at `now` (monotonic seconds)."""
-        passed = now - self._at if self._at else 0.0
-        for flow in snapshot.flows:
-            key = (flow.prefill, flow.decode)
-            moved = flow.num_bytes - self._bytes.get(key, 0)
-            self._rates[key] = max(0, moved) / passed if passed > 0 else 0.0
-        self._bytes = {(flow.prefill, flow.decode): flow.num_bytes for flow in snapshot.flows}
-        self._rates = {key: self._rates[key] for key in self._bytes}
-        self._at = now
+        totals = {(flow.prefill, flow.decode): flow.num_bytes for flow in snapshot.flows}
+        self._bytes.append((now, totals))
+        since, before = self._bytes[0]
+        passed = max(now - since, 1e-3)
+        self._rates = {key: max(0, total - before.get(key, 0)) / passed for key, total in totals.items()}
+        if len(self._bytes) == 1:
+            self._rates = dict.fromkeys(totals, 0.0)
         self._tiers.append((now, {kind: (hits, misses) for kind, hits, misses in _asked(snapshot)}))
 
     @property

@@ -1,6 +1,7 @@
 """Times as SVG: TTFT by stage over the last minutes, and the waterfall of one request."""
 
 import math
+from dataclasses import dataclass
 from datetime import datetime
 
 from pdxfer.client.model import RequestTimeline, TtftBin
@@ -18,7 +19,8 @@ NAMES = {
 }
 _WIDTH, _HEIGHT = 960.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 10.0, 12.0, 28.0
-_SHOWN_BINS = 120
+_WINDOWS = (24, 60, 120)
+"""Bins shown: two, five or ten minutes."""
 
 
 def ttft_chart(bins: list[TtftBin]) -> str:
@@ -28,8 +30,9 @@ def ttft_chart(bins: list[TtftBin]) -> str:
     highest = max(max(sum(one.stages_ms.values()), one.p99_ms or 0.0) for one in bins)
     step = _nice(highest / 4)
     top = step * max(1, math.ceil(highest / step))
-    marks = _grid(step, top) + _bars(bins, top)
-    lines = _line("p50", [one.p50_ms for one in bins], top) + _line("p99", [one.p99_ms for one in bins], top)
+    scale = _Scale(top, next((count for count in _WINDOWS if count >= len(bins)), _WINDOWS[-1]))
+    marks = _grid(step, scale) + _bars(bins, scale)
+    lines = _line("p50", [one.p50_ms for one in bins], scale) + _line("p99", [one.p99_ms for one in bins], scale)
     newest = next(one for one in reversed(bins) if one.num_paired or one.num_local)
     label = f"Time to first token over the last {len(bins) * BIN_S / 60:.0f} minutes; latest p50 {ms(newest.p50_ms)}"
     legend = "".join(f'<li><span class="swatch {stage}"></span>{NAMES[stage]}</li>' for stage in PARTS)
@@ -100,48 +103,64 @@ def _facts(request: RequestTimeline) -> str:
     return f'<dl class="facts">{"".join(f"<div><dt>{k}</dt><dd>{esc(v)}</dd></div>" for k, v in facts)}</dl>'
 
 
-def _grid(step: float, top: float) -> str:
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Milliseconds and bins to the picture's units."""
+
+    top: float
+    num_bins: int
+
+    def x(self, slot: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * slot / self.num_bins
+
+    def y(self, value: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / self.top
+
+
+def _grid(step: float, scale: _Scale) -> str:
     drawn = ""
-    for index in range(round(top / step) + 1):
-        y = _y(index * step, top)
+    for index in range(round(scale.top / step) + 1):
+        y = scale.y(index * step)
         drawn += (
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="side" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{ms(index * step)}</text>'
         )
-    minutes = int(_SHOWN_BINS * BIN_S / 60)
-    for minute in range(0, minutes + 1, 2):
-        x = _x(_SHOWN_BINS - minute * 60 / BIN_S)
+    minutes = round(scale.num_bins * BIN_S / 60)
+    for minute in range(0, minutes + 1, 2 if minutes > 5 else 1):
+        x = scale.x(scale.num_bins - minute * 60 / BIN_S)
         text, anchor = ("now", "end") if minute == 0 else (f"−{minute} min", "start" if minute == minutes else "middle")
         drawn += f'<text class="side" x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{text}</text>'
     return drawn
 
 
-def _bars(bins: list[TtftBin], top: float) -> str:
+def _bars(bins: list[TtftBin], scale: _Scale) -> str:
     drawn = ""
-    for slot, one in _slots(bins):
+    shown = bins[-scale.num_bins :]
+    for slot, one in enumerate(shown, scale.num_bins - len(shown)):
         at = 0.0
         for stage in PARTS:
             value = one.stages_ms.get(stage, 0.0)
             if value <= 0:
                 continue
-            y1, y2 = _y(at, top), _y(at + value, top)
+            bottom, top = scale.y(at), scale.y(at + value)
             drawn += (
-                f'<rect class="bar {stage}" x="{_x(slot):.1f}" y="{y2:.1f}" width="{_x(1) - _x(0) - 1:.1f}" '
-                f'height="{y1 - y2:.1f}"><title>{NAMES[stage]} {ms(value)}, {one.num_paired} requests</title></rect>'
+                f'<rect class="bar {stage}" x="{scale.x(slot):.1f}" y="{top:.1f}" '
+                f'width="{scale.x(1) - scale.x(0) - 1:.1f}" height="{bottom - top:.1f}">'
+                f"<title>{NAMES[stage]} {ms(value)}, {one.num_paired} requests</title></rect>"
             )
             at += value
     return drawn
 
 
-def _line(name: str, values: list[float | None], top: float) -> str:
+def _line(name: str, values: list[float | None], scale: _Scale) -> str:
     """A polyline that breaks where nothing is known; lone points are dots."""
     pieces: list[list[tuple[float, float]]] = [[]]
-    first = _SHOWN_BINS - len(values)
-    for index, value in enumerate(values):
+    shown = values[-scale.num_bins :]
+    for slot, value in enumerate(shown, scale.num_bins - len(shown)):
         if value is None:
             pieces.append([])
         else:
-            pieces[-1].append((_x(first + index + 0.5), _y(value, top)))
+            pieces[-1].append((scale.x(slot + 0.5), scale.y(value)))
     drawn = ""
     for piece in pieces:
         if len(piece) == 1:
@@ -150,19 +169,6 @@ def _line(name: str, values: list[float | None], top: float) -> str:
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
             drawn += f'<polyline class="line {name}" points="{points}"/>'
     return drawn
-
-
-def _slots(bins: list[TtftBin]) -> list[tuple[int, TtftBin]]:
-    shown = bins[-_SHOWN_BINS:]
-    return list(enumerate(shown, _SHOWN_BINS - len(shown)))
-
-
-def _x(slot: float) -> float:
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * slot / _SHOWN_BINS
-
-
-def _y(value: float, top: float) -> float:
-    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / top
 
 
 def _nice(value: float) -> float:

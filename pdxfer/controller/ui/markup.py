@@ -24,13 +24,15 @@ def rate(bytes_per_s: float) -> str:
         if bytes_per_s < 1000:
             return f"{bytes_per_s:.0f} {unit}"
         bytes_per_s /= 1000
-    return f"{bytes_per_s:.2f} GB/s"
+    return f"{bytes_per_s:.2f} GB/s" if bytes_per_s < 10 else f"{bytes_per_s:.1f} GB/s"
 
 
 def ms(value: float | None) -> str:
     """`48 ms`, `1.25 s`, or a dash."""
     if value is None:
         return "–"
+    if value == 0:
+        return "0"
     if value >= 1000:
         return f"{value / 1000:.2f} s"
     return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"

@@ -3,6 +3,7 @@
 Thin lines are open channels; thick ones move KV now. Beyond some size only flows are drawn, fastest first.
 """
 
+import re
 from dataclasses import dataclass
 
 from pdxfer.client.model import FlowRate, Summary
@@ -15,6 +16,8 @@ _COLUMNS = {"prefill": 8, "both": (WIDTH - _BOX) // 2, "decode": WIDTH - _BOX - 
 _MAX_IDLE_LINES = 128
 _MAX_FLOW_LINES = 200
 _NUM_LABELS = 6
+_MANY = 40
+"""Flows from which on they are drawn fainter."""
 _TOP = 34
 
 
@@ -65,9 +68,14 @@ def _arrange(nodes: list[EngineView]) -> tuple[dict[str, _Place], float]:
     places: dict[str, _Place] = {}
     for name, column in columns.items():
         offset = (longest - len(column)) * step / 2 if longest <= 12 else 0
-        for index, node in enumerate(sorted(column, key=lambda n: n.engine_id)):
+        for index, node in enumerate(sorted(column, key=lambda n: _natural(n.engine_id))):
             places[node.engine_id] = _Place(_COLUMNS[name], _TOP + offset + index * step, step - 6)
     return places, _TOP + longest * step + 4
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """p2 before p10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _box(node: EngineView, place: _Place) -> str:
@@ -104,24 +112,38 @@ def _idle_lines(summary: Summary, places: dict[str, _Place]) -> str:
 def _flow_lines(flows: list[FlowRate], places: dict[str, _Place]) -> str:
     moving = [f for f in flows if (f.num_live or f.bytes_per_s > 0) and f.prefill in places and f.decode in places]
     fastest = max((flow.bytes_per_s for flow in moving), default=0.0) or 1.0
-    drawn = ""
-    for index, flow in enumerate(moving[:_MAX_FLOW_LINES]):
+    lines, labels, kind = "", _Labels(), "flow" if len(moving) <= _MANY else "flow many"
+    for flow in moving[:_MAX_FLOW_LINES]:
         source, target = places[flow.prefill], places[flow.decode]
         what = f"{flow.prefill} → {flow.decode}: {rate(flow.bytes_per_s)}, {flow.num_live} in flight, {flow.channel}"
         width = 1.5 + 4.5 * flow.bytes_per_s / fastest
-        drawn += (
-            f'<path class="flow" stroke-width="{width:.1f}" d="{_curve(source, target)}">'
+        lines += (
+            f'<path class="{kind}" stroke-width="{width:.1f}" d="{_curve(source, target)}">'
             f"<title>{esc(what)}</title></path>"
         )
-        if index < _NUM_LABELS and flow.bytes_per_s > 0:
-            share = 0.3 + 0.4 * (index % 3) / 2
+        if flow.bytes_per_s > 0:
+            labels.add(source, target, rate(flow.bytes_per_s))
+    return lines + labels.svg
+
+
+class _Labels:
+    """Figures on the fastest flows, where one finds room; the others have theirs as a tooltip."""
+
+    def __init__(self) -> None:
+        self.svg = ""
+        self._taken: list[tuple[float, float]] = []
+
+    def add(self, source: _Place, target: _Place, text: str) -> None:
+        """Write `text` on that line, unless that would cover another."""
+        if len(self._taken) >= _NUM_LABELS:
+            return
+        for share in (0.2, 0.8, 0.35, 0.65, 0.5):
             x = source.x + _BOX + (target.x - source.x - _BOX) * share
-            ease = share * share * (3 - 2 * share)
-            y = source.middle + (target.middle - source.middle) * ease
-            drawn += (
-                f'<text class="rate" x="{x:.0f}" y="{y - 5:.0f}" text-anchor="middle">{rate(flow.bytes_per_s)}</text>'
-            )
-    return drawn
+            y = source.middle + (target.middle - source.middle) * share * share * (3 - 2 * share) - 5
+            if all(abs(x - other_x) > 84 or abs(y - other_y) > 16 for other_x, other_y in self._taken):
+                self._taken.append((x, y))
+                self.svg += f'<text class="rate" x="{x:.0f}" y="{y:.0f}" text-anchor="middle">{esc(text)}</text>'
+                return
 
 
 def _curve(source: _Place, target: _Place) -> str:
