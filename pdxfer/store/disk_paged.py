@@ -24,19 +24,30 @@ _USER_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EI
 
 
 class PagedMedium:
-    """Base of LmdbMedium and SqliteMedium."""
+    """Base of LmdbMedium and SqliteMedium. The file is allocated whole at open: a file that grows by delayed allocation
+    shows more blocks than it has for a moment, and fails in the middle when the disk is full."""
 
     kind = ""
     threads = 1
     unit_bytes = PAGE_BYTES
 
-    def __init__(self, data_path: str, lock_path: str, capacity_bytes: int, num_pages: int, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        data_path: str,
+        lock_path: str,
+        *,
+        capacity_bytes: int,
+        file_bytes: int,
+        num_pages: int,
+        piece_bytes: int,
+    ) -> None:
         if capacity_bytes < LEAST_BYTES:
             raise ConfigError(
                 f"{self.kind} tier: {data_path} gets {capacity_bytes} B; give store.tiers[].capacity_gib at least"
                 f" {LEAST_BYTES / (1 << 30):.4f}"
             )
         self.room_bytes = num_pages * piece_bytes
+        self._file_bytes = file_bytes
         self._data_path = data_path
         self._lock_path = lock_path
         self._num_pages = self._free_pages = num_pages
@@ -58,7 +69,8 @@ class PagedMedium:
             os.makedirs(os.path.dirname(self._lock_path), mode=0o700, exist_ok=True)
             self._lock = take_lock(self._files, self._lock_path, self._data_path, self.kind)
             records = sorted(self._open(), key=lambda record: record.generation)
-            self._data = self._files.open(self._data_path, os.O_RDONLY)
+            self._data = self._files.open(self._data_path, os.O_RDWR)
+            self._files.allocate(self._data, 0, self._file_bytes)
         except OSError as error:
             self.close()
             if error.errno in _USER_ERRORS:

@@ -66,9 +66,10 @@ class LmdbMedium(PagedMedium):
         super().__init__(
             os.path.join(path, "data.mdb"),
             os.path.join(path, "pdxfer.lock"),
-            capacity_bytes,
-            pages - pages // 32 - _SPARE_PAGES,
-            _PIECE_BYTES,
+            capacity_bytes=capacity_bytes,
+            file_bytes=self._map_bytes,
+            num_pages=pages - pages // 32 - _SPARE_PAGES,
+            piece_bytes=_PIECE_BYTES,
         )
         self._path = path
         self._durable = durable

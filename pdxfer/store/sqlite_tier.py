@@ -20,8 +20,10 @@ from pdxfer.store.disk_paged import FORMAT, PAGE_BYTES, PagedMedium, check_forma
 
 _PIECE_BYTES = PAGE_BYTES - 1024
 """Of a value in a page, less what the chain and the row need."""
-_JOURNAL_PAGES = 16
-"""Kept free for the rollback journal (the few pages of the tree a transaction changes)."""
+_JOURNAL_PAGES = 24
+"""Kept free for the rollback journal: the pages of tree and free list that one transaction changes."""
+_ERASE_AT_ONCE = 8
+"""Values a transaction: bounds the journal."""
 _TREE_PAGES = 8
 _MAX_BLOB_BYTES = 900_000_000
 
@@ -61,7 +63,14 @@ class SqliteMedium(PagedMedium):
 
     def __init__(self, path: str, capacity_bytes: int, *, durable: bool) -> None:
         self._file_pages = data_bytes(capacity_bytes, 4 * 4096) // PAGE_BYTES - _JOURNAL_PAGES
-        super().__init__(path, path + ".lock", capacity_bytes, self._file_pages - _TREE_PAGES, _PIECE_BYTES)
+        super().__init__(
+            path,
+            path + ".lock",
+            capacity_bytes=capacity_bytes,
+            file_bytes=self._file_pages * PAGE_BYTES,
+            num_pages=self._file_pages - _TREE_PAGES,
+            piece_bytes=_PIECE_BYTES,
+        )
         self.room_bytes = min(self.room_bytes, _MAX_BLOB_BYTES)
         self._durable = durable
         self._db: sqlite3.Connection | None = None
@@ -76,6 +85,7 @@ class SqliteMedium(PagedMedium):
             db.execute("PRAGMA journal_mode = TRUNCATE")
             db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'NORMAL'}")
             db.execute(f"PRAGMA max_page_count = {self._file_pages}")
+            db.execute("PRAGMA secure_delete = OFF")  # or every freed page goes through the journal
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute(_SCHEMA)
             db.execute(f"PRAGMA user_version = {FORMAT}")
@@ -113,11 +123,9 @@ class SqliteMedium(PagedMedium):
     def _erase(self, records: Sequence[Record]) -> None:
         assert self._db is not None
         with _translated(self._data_path):
-            self._db.execute("BEGIN")
-            try:
-                self._db.executemany("DELETE FROM kv WHERE key = ?", [(record.key,) for record in records])
-            finally:
-                self._db.execute("COMMIT")
+            for start in range(0, len(records), _ERASE_AT_ONCE):
+                keys = [record.key for record in records[start : start + _ERASE_AT_ONCE]]
+                self._db.execute(f"DELETE FROM kv WHERE key IN ({', '.join('?' * len(keys))})", keys)
 
     def _set_pin(self, record: Record) -> None:
         self._run("UPDATE kv SET pin_until = ? WHERE key = ?", (record.pin_until, record.key))
