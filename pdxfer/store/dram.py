@@ -3,13 +3,12 @@
 Private to this process (open.py), or run by the store process for all engines of a host (server.py). The arena stays
 mapped for life; `arena.segment` is what a transport registers to move values without a copy.
 
-Options: `watermark` (part of the capacity above which values are evicted ahead of need; default 1), `lock` (true: never
-swap), `numa_node` (bind the memory there), `populate` (false: pages come at first touch instead of at start).
+Options: `lock` (true: never swap), `numa_node` (bind the memory there), `populate` (false: pages come at first touch
+instead of at start).
 """
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from pdxfer.memory.freelist import piece_bytes
 from pdxfer.memory.limits import default_capacity_bytes
 from pdxfer.memory.populate import Populating, prepare
 from pdxfer.memory.segment import Segment
-from pdxfer.store.base import Buffer, Entry, Lease, Outcome, Reservation, TierStats
+from pdxfer.store.base import Buffer, Entry, Outcome, Reservation, TierStats
 from pdxfer.store.bell import Bell
 from pdxfer.store.counters import TierCounters
 from pdxfer.store.dram_index import NEVER, DramIndex, Value
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 
 MOST_NOTICES = 1 << 16
 """Evicted keys remembered for `take_evicted`."""
-Offer = Callable[[Entry, Lease], None]
 
 
 class DramTier:
@@ -61,10 +59,6 @@ class DramTier:
         """Room became free, or a writer ended."""
         self._writing: set[bytes] = set()
         self._evicted: deque[bytes] = deque(maxlen=MOST_NOTICES + 1)
-        self._offer: Offer | None = None
-        self._offered_lock = threading.Lock()
-        self._offered_bytes = 0
-        """Of values that left the index and are being written back."""
         self._populating: Populating | None = None
         self._arena: Arena | None = None
         self._index = DramIndex(eviction=config.eviction, ttl_s=config.ttl_s, pin_bytes=0)
@@ -185,11 +179,6 @@ class DramTier:
         self._evicted.clear()
         return keys if len(keys) <= MOST_NOTICES else None
 
-    def offer_evicted(self, offer: Offer | None) -> None:
-        """From now on show each victim to `offer`, with a lease that it releases soon (write-back): the room comes
-        back with the release, so set the `watermark` below 1."""
-        self._offer = offer
-
     # -- state ------------------------------------------------------------------------------------------------------
 
     def stats(self) -> TierStats:
@@ -252,42 +241,24 @@ class DramTier:
     def _take(self, num_bytes: int, tenant: str) -> Piece | None:
         """A piece, after evicting what has to go for it: of the tenant down to its quota, then of all."""
         size = piece_bytes(num_bytes)
-        quota = self._quota.get(tenant)
-        while quota is not None and self.arena.used_by(tenant) + size > quota:
-            if not self._evict(size, tenant):
+        quota = self._quota.get(tenant, NEVER)
+        while self.arena.used_by(tenant) + size > quota:
+            if not self._evict(tenant):
                 return None
         while (piece := self.arena.reserve(num_bytes, tenant)) is None:
-            if not self._evict(size):
+            if not self._evict():
                 return None
-        while self.arena.used_bytes > self._options.watermark * self.arena.capacity_bytes:
-            if not self._evict(size):
-                break
         return piece
 
-    def _evict(self, size: int, tenant: str | None = None) -> bool:
-        """One value less. False: none may go, or enough of them are being written back and will give room soon."""
-        if self._offered_bytes >= size:
-            return False
+    def _evict(self, tenant: str | None = None) -> bool:
+        """One value less; False: none may go."""
         value = self._index.evict(tenant)
         if value is None:
             return False
         self._counters.evicted()
         self._gone(value)
-        if self._offer is None:
-            value.piece.drop()
-        else:
-            self._show(value, self._offer)
+        value.piece.drop()
         return True
-
-    def _show(self, value: Value, offer: Offer) -> None:
-        with self._offered_lock:
-            self._offered_bytes += value.piece.size
-        offer(value.entry(), PieceLease(value.piece, self._counters, partial(self._written_back, value.piece)))
-
-    def _written_back(self, piece: Piece) -> None:
-        with self._offered_lock:
-            self._offered_bytes -= piece.size
-        self._news.ring()
 
     def _gone(self, value: Value) -> None:
         self._evicted.append(value.key)

@@ -7,7 +7,7 @@ from typing import Self
 from pdxfer.config.store import TierConfig
 from pdxfer.core.errors import ConfigError
 
-_KNOWN = ("watermark", "lock", "numa_node", "populate")
+_KNOWN = ("lock", "numa_node", "populate")
 _FLAGS = {"true": True, "false": False}
 
 
@@ -15,7 +15,6 @@ _FLAGS = {"true": True, "false": False}
 class DramOptions:
     """See dram.py."""
 
-    watermark: float = 1.0
     lock: bool = False
     numa_node: int | None = None
     populate: bool = True
@@ -28,22 +27,10 @@ class DramOptions:
                 near = get_close_matches(name, _KNOWN, n=1) or _KNOWN
                 raise _wrong(config, name, f"is unknown; did you mean {' or '.join(near)}?")
         return cls(
-            watermark=_fraction(config, "watermark", 1.0),
             lock=_flag(config, "lock", False),
             numa_node=_node(config, "numa_node"),
             populate=_flag(config, "populate", True),
         )
-
-
-def _fraction(config: TierConfig, name: str, default: float) -> float:
-    text = config.options.get(name, str(default))
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0.0 < number <= 1.0:
-        raise _wrong(config, name, f"is {text!r}; it must be a number above 0, at most 1")
-    return number
 
 
 def _flag(config: TierConfig, name: str, default: bool) -> bool:

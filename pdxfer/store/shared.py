@@ -192,24 +192,24 @@ class SharedDramTier:
         return self._link if self._link is not None and self._link.alive and not self._closed else None
 
     async def _ask(self, request: Question, deadline: float) -> Answer | None:
-        timeout_s = deadline - self._clock.now()
         link = self._live
-        if timeout_s <= 0 or self._closed:
+        if self._clock.now() >= deadline or self._closed:
             return None
         if link is None:
             self._counters.failed("unreachable")
             return None
-        answer = await link.call(request, timeout_s)
+        return await self._ask_over(link, request, deadline)
+
+    async def _ask_over(self, link: SharedLink, request: Question, deadline: float) -> Answer | None:
+        answer = await link.call(request, deadline - self._clock.now())
         self._figures = link.figures
         if answer is None and not self._closed:
             self._counters.failed("timeout" if link.alive else "unreachable")
         return answer
 
     async def _commit(self, link: SharedLink, request: Commit) -> Outcome:
-        """End of a reservation of that link."""
-        answer = await link.call(request, request.deadline - self._clock.now()) if self._live is link else None
-        self._figures = link.figures
-        return self._outcome_of(answer)
+        """End of a reservation of that link, which may have ended meanwhile."""
+        return self._outcome_of(await self._ask_over(link, request, request.deadline))
 
     async def _count(self, requests: Sequence[Question], deadline: float) -> int:
         total = 0
