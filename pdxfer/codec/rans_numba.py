@@ -9,7 +9,7 @@ PROB = 1 << BITS
 LOW = 1 << 15
 OK, CUT, BAD_TABLE, BAD_SYMBOL, BAD_END = 0, -1, -2, -3, -4
 
-_jit = numba.njit(cache=True, nogil=True)
+_jit = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 @_jit

@@ -317,23 +317,44 @@ static void finish(const plane_job *job, int64_t t, float *x)
     store_token(job->g, job->out, t, x);
 }
 
+/* to[t][c] = from[c][t] for 16 tokens and 16 channels. */
+static inline void transpose16(const uint8_t *from, int64_t from_pitch, uint8_t *to, int64_t to_pitch)
+{
+#if defined(__x86_64__)
+    __m128i a[16], b[16];
+    for (int i = 0; i < 16; i++)
+        a[i] = _mm_loadu_si128((const __m128i *)(from + i * from_pitch));
+    for (int pass = 0; pass < 4; pass++) {
+        for (int i = 0; i < 8; i++) {
+            b[2 * i] = _mm_unpacklo_epi8(a[i], a[i + 8]);
+            b[2 * i + 1] = _mm_unpackhi_epi8(a[i], a[i + 8]);
+        }
+        memcpy(a, b, sizeof a);
+    }
+    for (int i = 0; i < 16; i++)
+        _mm_storeu_si128((__m128i *)(to + i * to_pitch), a[i]);
+#else
+    for (int c = 0; c < 16; c++)
+        for (int t = 0; t < 16; t++)
+            to[t * to_pitch + c] = from[c * from_pitch + t];
+#endif
+}
+
 static void by_step(const plane_job *job)
 {
     const int64_t channels = job->g->channels;
-    float x[16][MAX_CHANNELS];
+    uint8_t q[16][MAX_CHANNELS + 16];
+    float x[MAX_CHANNELS];
     for (int64_t from = 0; from < job->g->tokens; from += 16) {
         const int64_t n = job->g->tokens - from < 16 ? job->g->tokens - from : 16;
-        for (int64_t c = 0; c < channels; c++) {
-            const uint8_t *row = job->sym + c * job->pitch + from;
-            for (int64_t t = 0; t < 16; t++) /* rows are padded: always 16 */
-                x[t][c] = (float)((int32_t)row[t] - 128);
-        }
+        for (int64_t c = 0; c < channels; c += 16) /* rows and their number are padded: always 16 x 16 */
+            transpose16(job->sym + c * job->pitch + from, job->pitch, q[0] + c, MAX_CHANNELS + 16);
         for (int64_t t = 0; t < n; t++) {
             for (int64_t c = 0; c < channels; c++) {
-                float scaled = x[t][c] * job->scale[c];
-                x[t][c] = scaled + job->mean[c];
+                float scaled = (float)((int32_t)q[t][c] - 128) * job->scale[c];
+                x[c] = scaled + job->mean[c];
             }
-            finish(job, from + t, x[t]);
+            finish(job, from + t, x);
         }
     }
 }
@@ -367,7 +388,7 @@ static void by_matrix(const plane_job *job, int64_t used, const int16_t *matrix,
 /* Values of `planes` planes out of one rANS stream. Per plane p: kept[p] rows of symbols, with table[sum of kept]; then
  * x = symbols * scale + mean (inverse NULL), or x = symbols · (pair matrix inverse[channels / 2][channels][2] of plane
  * p) * scale + mean; turned by RoPE where turned[p]. mean, scale: [planes][channels].
- * slots: 4096 entries per table. work: pitch * (channels * 3 + 2) bytes, pitch = tokens rounded up to 64. */
+ * slots: 4096 entries per table. work: pitch * (channels * 3 + 18) bytes, pitch = tokens rounded up to 64. */
 PDX_API int PDX(klt_decode)(const u16a *words, int64_t num_words, const uint16_t *freq, int64_t num_tables,
                             const uint32_t *table, uint32_t *slots, int64_t planes, const int64_t *dims,
                             const int64_t *kept, const int16_t *inverse, const float *mean, const float *scale,
@@ -385,7 +406,7 @@ PDX_API int PDX(klt_decode)(const u16a *words, int64_t num_words, const uint16_t
         error = rans_open(&reader, words, num_words);
     for (int64_t t = 0; !error && t < num_tables; t++)
         rans_slots(freq + 256 * t, slots + RANS_PROB * t);
-    memset(work, 0, (size_t)(pitch * (channels * 3 + 2)));
+    memset(work, 0, (size_t)(pitch * (channels * 3 + 18)));
     for (int64_t p = 0; p < planes && !error; p++) {
         if (kept[p] < 0 || kept[p] > channels)
             return RANS_BAD_TABLE;
