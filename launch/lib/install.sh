@@ -11,8 +11,9 @@ installed() { # FLAVOR: true if .venv is what the lock file and this checkout as
   [ "$(cat "$stamp" 2>/dev/null)" = "$1 $(digest "$1")" ] && "$venv/bin/python" -c '' 2>/dev/null || return 1
 }
 
-digest() { # of all that decides what gets installed; a moved checkout counts, .venv has its path inside
-  { cat "$root/requirements/$1.lock" "$root/pyproject.toml" && echo "$root"; } | sha256sum | cut -d ' ' -f 1
+digest() { # of all that decides what gets installed; a moved checkout counts, .venv has its path inside; so do the C files
+  { cat "$root/requirements/$1.lock" "$root/pyproject.toml" && echo "$root"
+    cat "$root"/pdxfer/codec/native/*.[ch] 2>/dev/null; } | sha256sum | cut -d ' ' -f 1
 }
 
 install() { # FLAVOR PYTHON: from whatever state .venv is in; a flavor change starts it anew

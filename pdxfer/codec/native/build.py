@@ -23,7 +23,17 @@ LEVELS = {
     "aarch64": {"v1": ["-march=armv8-a"]},
 }
 """Machine → suffix of its instruction sets → compiler flags, weakest first. v3: AVX2, v4: AVX-512 (F BW DQ VL CD)."""
-FLAGS = ["-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+FLAGS = [
+    "-std=c11",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+]
 """No fast-math and no contraction: all versions of a kernel give the same bits."""
 
 
