@@ -148,12 +148,13 @@ async def test_prefetch_brings_a_prefix_into_memory():
     async with rig(TierConfig(url="dram:"), TierConfig(url="disk:", promote=False)) as r:
         await r.saved(*range(10))
         r.memory(0).values.clear()
-        r.store.events.replace("dram", [])
+        r.store.events.evict("dram", r.store.events.keys("dram"))
         assert await r.store.prefetch([key(i) for i in range(12)], "req", r.soon) == 10
         assert await r.load(*range(10)) == dict.fromkeys(range(10), "dram")
 
         r.memory(0).values.clear()
         r.tiers[1].frozen = True
+        r.tiers[1].calls.append("frozen")
         running = asyncio.create_task(r.store.prefetch([key(0)], "req", r.soon))
         await until(lambda: r.tiers[1].calls[-1] == "get", "the prefetch to ask")
         r.store.cancel_prefetch("req")

@@ -73,12 +73,6 @@ class EventLog:
                 if self._added.get(tier, {}).pop(key, key) is key:
                     self._evicted.setdefault(tier, {})[key] = None
 
-    def replace(self, tier: str, keys: Sequence[bytes]) -> None:
-        """The tier was looked through: exactly these are there."""
-        now = dict.fromkeys(keys)
-        self.evict(tier, [key for key in self._held.get(tier, {}) if key not in now])
-        self.add(tier, now)
-
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Send a snapshot, then every batch. Returns what ends it."""
         self.flush()

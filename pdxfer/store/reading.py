@@ -91,9 +91,15 @@ class Reader:
         asked = [keys[i] for i in missing]
         answers = await asyncio.gather(*(slot.lookup(asked, deadline) for slot in slots))
         for slot, entries in zip(slots, answers, strict=True):
-            for i, entry in zip(missing, entries or (), strict=entries is not None):
-                if entry is not None and found[i] is None:
+            if entries is None:
+                continue
+            for i, entry in zip(missing, entries, strict=True):
+                if entry is None:
+                    if self._clock.now() < deadline:
+                        self._absent(slot, keys[i])
+                elif found[i] is None:
                     found[i] = Found(tier=slot.name, entry=entry)
+                    self._events.add(slot.name, (keys[i],))
         return all(entries is not None for entries in answers)
 
     async def where(self, keys: Sequence[bytes], deadline: float) -> dict[str, list[Entry | None] | None]:
@@ -140,6 +146,10 @@ class Reader:
     async def _run(self, load: _Load, slot: TierSlot, run: list[int]) -> None:
         leases = await self._leases(slot, [load.wanted[i].key for i in run], load.deadline)
         held = [(i, lease) for i, lease in zip(run, leases, strict=True) if lease is not None]
+        if slot.readable and self._clock.now() < load.deadline:
+            for i, lease in zip(run, leases, strict=True):
+                if lease is None:
+                    self._absent(slot, load.wanted[i].key)
         if not held:
             return
         bad: list[tuple[int, str]] = []
@@ -214,17 +224,23 @@ class Reader:
             raise
         return Chunk(header, raw, slot.name, lease.release)
 
-    async def check(self, slot: TierSlot, key: bytes, deadline: float) -> FrameHeader | str | None:
-        """Read and verify one value where it is: its header, what is wrong with it, or None if it is not there."""
+    async def check(self, slot: TierSlot, key: bytes, deadline: float) -> FrameHeader | None:
+        """Read and verify one value where it is. None: it is not there, or was not right and is there no more."""
         lease = await slot.get(key, deadline)
         if lease is None:
             return None
-        try:
-            return await self._workers.run(self._coder.check, lease.view, key)
-        except FrameError as error:
-            return str(error)
-        finally:
-            lease.release()
+        async with lease:
+            try:
+                return await self._workers.run(self._coder.check, lease.view, key)
+            except FrameError as error:
+                why = str(error)
+        await self.distrust(slot, key, why)
+        return None
+
+    def _absent(self, slot: TierSlot, key: bytes) -> None:
+        """The tier says it has no such chunk: whoever believed it had is told. One that is away says nothing."""
+        if self._events.holds(slot.name, key) and slot.tier.stats().reachable:
+            self._events.evict(slot.name, (key,))
 
     async def distrust(self, slot: TierSlot, key: bytes, why: str) -> None:
         """A value that is not what it should be: counted, and gone from that tier."""

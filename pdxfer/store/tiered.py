@@ -58,11 +58,13 @@ class TieredStore:
         self.events = EventLog()
         self.reader = Reader(self.slots, self.coder, self.workers, self.events, clock)
         self.writer = Writer(
-            self.slots, self.coder, self.workers, self.events, clock, config.max_pending_saves,
-            config.save == "second_sight", self.reader.distrust,
+            self.slots, self.coder, self.workers, self.events, clock, self.reader, config.max_pending_saves,
+            config.save == "second_sight",
         )  # fmt: skip
         self.reader.promote = self.writer.promote
         self._loads = 0
+        self._cares: dict[str, asyncio.Task[None]] = {}
+        """Slow housekeeping, one task a tier: one that hangs does not hold up the others."""
         self._prefetches: dict[str, set[asyncio.Task[int]]] = {}
         self._ticker: asyncio.Task[None] | None = None
         for slot in self.slots:
@@ -75,9 +77,7 @@ class TieredStore:
     async def open(self) -> None:
         """List what local tiers hold, begin to work."""
         self.writer.start()
-        for slot in self.slots:
-            if slot.local:
-                await self._list(slot)
+        await asyncio.gather(*(self._care(slot) for slot in self.slots))
         self._ticker = asyncio.create_task(self._tick_forever())
 
     async def close(self, deadline: float) -> None:
@@ -85,8 +85,10 @@ class TieredStore:
         for token in list(self._prefetches):
             self.cancel_prefetch(token)
         if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.wait((self._ticker,))
+            running = [self._ticker, *self._cares.values()]
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
             self._ticker = None
             await self.writer.drain(deadline)
         await self.writer.close()
@@ -211,26 +213,34 @@ class TieredStore:
         )
 
     async def tick(self) -> None:
-        """One round of housekeeping; the store does it by itself every TICK_S."""
+        """One round of housekeeping, all of it; the store does it by itself every TICK_S."""
+        self._quick_round()
+        await asyncio.gather(*(self._care(slot) for slot in self.slots))
+        self.events.flush()
+
+    def _quick_round(self) -> None:
         for slot in self.slots:
-            await slot.probe()
-            evicted = slot.take_evicted()
-            if evicted is None:
-                await self._list(slot)
-            elif evicted:
-                self.events.evict(slot.name, evicted)
-                if slot is self.writer.front:
-                    self.writer.evicted_from_front(evicted)
+            self.writer.take_evictions(slot)
         self.writer.write_back()
         self.events.flush()
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            await self.tick()
+            self._quick_round()
+            for slot in self.slots:
+                if slot.name not in self._cares or self._cares[slot.name].done():
+                    self._cares[slot.name] = asyncio.create_task(self._care(slot))
+
+    async def _care(self, slot: TierSlot) -> None:
+        """What may take time: see whether a stopped tier is back; list what a local one holds."""
+        await slot.probe()
+        if slot.name in self.writer.unlisted:
+            await self._list(slot)
 
     async def _list(self, slot: TierSlot) -> None:
-        """Learn which keys a tier holds, page by page."""
+        """Learn which keys a tier holds, page by page; saves may go on meanwhile."""
+        before = self.events.keys(slot.name)
         keys: list[bytes] = []
         while True:
             page = await slot.scan(keys[-1] if keys else b"", SCAN_PAGE, self.clock.now() + SCAN_TIMEOUT_S)
@@ -239,7 +249,10 @@ class TieredStore:
             keys += [entry.key for entry in page]
             if len(page) < SCAN_PAGE:
                 break
-        self.events.replace(slot.name, keys)
+        there = set(keys)
+        self.events.evict(slot.name, [key for key in before if key not in there])
+        self.events.add(slot.name, keys)
+        self.writer.unlisted.discard(slot.name)
 
     def _settle_codec(self, slot: TierSlot) -> None:
         try:
@@ -248,7 +261,7 @@ class TieredStore:
             raise ConfigError(f"store.tiers: {slot.config.url}: {error}") from error
         if not usable:
             log.warning(
-                "store: tier %s keeps raw frames: codec %s needs a KV layout whose values are known; this engine's is not",
+                "store: tier %s keeps raw frames: codec %s needs KV values, and how they are packed here is not known",
                 slot.name,
                 slot.codec,
             )

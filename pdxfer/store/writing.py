@@ -11,7 +11,7 @@ room until its deadline and says truthfully whether a tier has the bytes.
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from pdxfer.codec.frame import FrameError, read_header
 from pdxfer.core.clock import Clock
@@ -20,6 +20,7 @@ from pdxfer.store.chunk import NewChunk, Saved, SaveResult
 from pdxfer.store.events import EventLog
 from pdxfer.store.lanes import Copy, Lane, SharedView
 from pdxfer.store.policy import SecondSight
+from pdxfer.store.reading import Reader
 from pdxfer.store.slot import TierSlot
 from pdxfer.store.transcode import RAW, Transcoder
 from pdxfer.store.workers import Workers
@@ -45,12 +46,12 @@ class Writer:
         workers: Workers,
         events: EventLog,
         clock: Clock,
+        reader: Reader,
         max_pending: int,
         second_sight: bool,
-        distrust: Callable[[TierSlot, bytes, str], Awaitable[None]],
     ) -> None:
         self._slots, self._coder, self._workers = slots, coder, workers
-        self._events, self._clock, self._distrust = events, clock, distrust
+        self._events, self._clock, self._reader = events, clock, reader
         self._max_pending = max_pending
         self._saving = 0
         self._staged_bytes = 0
@@ -58,6 +59,8 @@ class Writer:
         self.front = next((s for s in slots if s.in_memory and s.codec == RAW and s.config.write == "through"), None)
         self.lanes = {slot.name: Lane(slot, max_pending, self._copy) for slot in slots}
         back = [slot for slot in slots if slot.config.write == "back"]
+        self.unlisted = {slot.name for slot in slots if slot.local}
+        """Local tiers whose keys have to be listed: not done yet, or they evicted more than they remember."""
         self._dirty: dict[str, OrderedDict[bytes, str]] = {s.name: OrderedDict() for s in back if self.front}
         self.counts: Counter[str] = Counter()
         """saves by outcome (Saved)."""
@@ -81,33 +84,52 @@ class Writer:
 
     async def save(self, chunk: NewChunk, deadline: float, tenant: str, reserved: bool) -> SaveResult:
         """As TieredStore.save."""
-        result = await self._admitted(chunk, deadline, tenant, reserved)
+        self._saving += 1
+        try:
+            if reserved:
+                result = await self._save_surely(chunk, deadline, tenant)
+            elif self._sight is not None and not self._sight.admits(chunk.key):
+                result = SaveResult(outcome=Saved.SKIPPED)
+            elif self._saving > self._max_pending:
+                result = SaveResult(outcome=Saved.DROPPED)
+            else:
+                result = await self._save(chunk, deadline, tenant)
+        finally:
+            self._saving -= 1
         self.counts[result.outcome.value] += 1
         return result
 
-    async def _admitted(self, chunk: NewChunk, deadline: float, tenant: str, reserved: bool) -> SaveResult:
-        if not reserved:
-            if self._sight is not None and not self._sight.admits(chunk.key):
-                return SaveResult(outcome=Saved.SKIPPED)
-            if self._saving >= self._max_pending:
-                return SaveResult(outcome=Saved.DROPPED)
-        self._saving += 1
-        try:
-            return await self._save(chunk, deadline, tenant, reserved)
-        finally:
-            self._saving -= 1
-
-    async def _save(self, chunk: NewChunk, deadline: float, tenant: str, reserved: bool) -> SaveResult:
+    async def _save(self, chunk: NewChunk, deadline: float, tenant: str) -> SaveResult:
         said: dict[str, Outcome] = {}
         if self.front is not None:
-            outcome = await self._into_front(self.front, chunk, deadline, tenant)
-            said[self.front.name] = outcome
+            outcome = said[self.front.name] = await self._into_front(self.front, chunk, deadline, tenant)
             if outcome in HELD:
                 self._send_down(chunk.key, tenant)
-                return SaveResult(outcome=Saved.HELD if outcome is Outcome.STORED else Saved.ALREADY, tiers=said)
-        if reserved:
-            return await self._somewhere(chunk, deadline, tenant, said)
+                return _held(outcome, said)
         return await self._stage(chunk, tenant, said)
+
+    async def _save_surely(self, chunk: NewChunk, deadline: float, tenant: str) -> SaveResult:
+        """The first tier that can be read from and takes it, whatever its write policy; what it has already counts
+        only if it is right."""
+        said: dict[str, Outcome] = {}
+        frame: memoryview | None = None
+        for slot in [self.front, *(slot for slot in self._slots if slot is not self.front)]:
+            if slot is None or not slot.readable or self._clock.now() >= deadline:
+                continue
+            for _ in range(2):
+                if slot is self.front:
+                    outcome = await self._into_front(slot, chunk, deadline, tenant)
+                else:
+                    frame = frame or memoryview(await self._workers.run(self._coder.raw_frame, chunk))
+                    outcome = await self._put(slot, chunk.key, frame, deadline, tenant)
+                said[slot.name] = outcome
+                if outcome is Outcome.STORED:
+                    return _held(outcome, said)
+                if outcome is not Outcome.ALREADY:
+                    break
+                if await self._reader.check(slot, chunk.key, deadline) is not None:
+                    return _held(outcome, said)
+        return SaveResult(outcome=Saved.FAILED, tiers=said)
 
     async def _into_front(self, front: TierSlot, chunk: NewChunk, deadline: float, tenant: str) -> Outcome:
         """Reserve, fill in a worker thread, commit."""
@@ -119,7 +141,7 @@ class Writer:
             await self._workers.run(self._coder.fill_raw, room.view, chunk)
             outcome = await front.commit(room, deadline)
         if outcome is Outcome.STORED:
-            self._events.add(front.name, [chunk.key])
+            self.arrived(front, [chunk.key])
             for dirty in self._dirty.values():
                 dirty[chunk.key] = tenant
         return outcome
@@ -165,17 +187,6 @@ class Writer:
         ]
         return SaveResult(outcome=Saved.QUEUED if any(offered) else Saved.DROPPED, tiers=said)
 
-    async def _somewhere(self, chunk: NewChunk, deadline: float, tenant: str, said: dict[str, Outcome]) -> SaveResult:
-        """A reserved save that memory refused: the first tier that takes it, whatever its write policy."""
-        frame = memoryview(await self._workers.run(self._coder.raw_frame, chunk))
-        for slot in self._slots:
-            if slot is self.front or self._clock.now() >= deadline:
-                continue
-            outcome = said[slot.name] = await self._put(slot, chunk.key, frame, deadline, tenant)
-            if outcome in HELD:
-                return SaveResult(outcome=Saved.HELD if outcome is Outcome.STORED else Saved.ALREADY, tiers=said)
-        return SaveResult(outcome=Saved.FAILED, tiers=said)
-
     # ---- promotion and write-back ------------------------------------------------------------------------------------
 
     def promote(self, source: TierSlot, key: bytes, lease: Lease, tenant: str) -> None:
@@ -200,8 +211,23 @@ class Writer:
             else:
                 lane.offer(Copy(key=key, tenant=tenant, source=shared, why="promoted"))
 
-    def evicted_from_front(self, keys: Sequence[bytes]) -> None:
-        """Gone before they were written back: lost."""
+    def arrived(self, slot: TierSlot, keys: Sequence[bytes]) -> None:
+        """Values came into a tier. What it evicted before is said first: a key may have left and come back."""
+        self.take_evictions(slot)
+        self._events.add(slot.name, keys)
+
+    def take_evictions(self, slot: TierSlot) -> None:
+        """Note what a tier dropped by itself."""
+        evicted = slot.take_evicted()
+        if evicted is None:
+            self.unlisted.add(slot.name)
+        elif evicted:
+            self._events.evict(slot.name, evicted)
+            if slot is self.front:
+                self._lost(evicted)
+
+    def _lost(self, keys: Sequence[bytes]) -> None:
+        """Gone from memory before they were written back."""
         for name, dirty in self._dirty.items():
             for key in keys:
                 if dirty.pop(key, None) is not None:
@@ -260,7 +286,7 @@ class Writer:
                     why = str(error)
                 else:
                     return await self._put(target, key, lease.view, deadline, tenant)
-            await self._distrust(source, key, why)
+            await self._reader.distrust(source, key, why)
         return None
 
     async def _put(self, slot: TierSlot, key: bytes, frame: memoryview, deadline: float, tenant: str) -> Outcome:
@@ -275,7 +301,7 @@ class Writer:
             return Outcome.FAILED
         outcome = await slot.put(key, parts, deadline, tenant)
         if outcome in HELD:
-            self._events.add(slot.name, [key])
+            self.arrived(slot, [key])
         return outcome
 
     async def drain(self, deadline: float) -> None:
@@ -293,3 +319,7 @@ class Writer:
         """Stop the lanes; what they had queued is dropped. Idempotent."""
         for lane in self.lanes.values():
             await lane.close()
+
+
+def _held(outcome: Outcome, said: dict[str, Outcome]) -> SaveResult:
+    return SaveResult(outcome=Saved.HELD if outcome is Outcome.STORED else Saved.ALREADY, tiers=said)

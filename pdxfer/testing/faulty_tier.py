@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pdxfer.store.base import Buffer, Entry, Lease, Outcome, Reservation, Tier, TierStats
+from pdxfer.store.base import Buffer, Entry, EvictionNotices, Lease, Outcome, Reservation, Tier, TierStats
 
 T = TypeVar("T")
 
@@ -72,6 +72,9 @@ class FaultyTier:
 
     def stats(self) -> TierStats:
         return replace(self.inner.stats(), reachable=not self.down)
+
+    def take_evicted(self) -> list[bytes] | None:
+        return self.inner.take_evicted() if isinstance(self.inner, EvictionNotices) else []
 
     async def close(self) -> None:
         self.thaw()

@@ -1,6 +1,7 @@
 """A tier in plain Python memory: small, whole, obvious. Keeps the contract of store/base.py for tests of what is above.
 
-Eviction is least recently used; `take_evicted` tells. `kind` can be chosen, so that it stands in for any tier.
+Eviction is least recently used; `take_evicted` tells. No quotas and no ages. `kind` can be chosen, so that it stands in
+for any tier.
 """
 
 from collections import OrderedDict
@@ -118,6 +119,8 @@ class MemoryTier:
             self._reserved -= num_bytes
 
         def commit() -> Outcome:
+            if self._closed:
+                return Outcome.FAILED
             if key in self.values:
                 return Outcome.ALREADY
             self.values[key] = value
