@@ -35,9 +35,13 @@ fi
 if [ "$tier" != fast ] && ! command -v chromium >/dev/null; then
   stage "chromium (status page)" sh -c 'apt-get update -q && apt-get install -y -q chromium'
 fi
-if [ "$tier" != fast ] && ! { command -v redis-server && command -v memcached; } >/dev/null; then
-  stage "redis and memcached (tests of their tiers)" \
-    sh -c 'apt-get update -q && apt-get install -y -q --no-install-recommends redis-server memcached'
+if [ "$tier" != fast ] && ! { command -v redis-server && command -v memcached && command -v npm &&
+  [ -e /usr/include/infiniband/verbs.h ]; } >/dev/null; then
+  stage "redis, memcached, npm, verbs headers (remote tiers)" sh -c 'apt-get update -q &&
+    apt-get install -y -q --no-install-recommends redis-server memcached nodejs npm gcc libc6-dev libibverbs-dev'
+fi
+if [ "$tier" != fast ]; then
+  stage "InfiniStore and Azurite (remote tiers)" env PYTHON="$venv/bin/python" tests/servers/install.sh
 fi
 python=$venv/bin/python
 export PATH="$venv/bin:$PATH" HF_HUB_OFFLINE=1 PDXFER_TIER=$tier

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+PLACE = Path(os.environ.get("PDXFER_SERVERS", Path(__file__).parents[2] / ".pdxfer" / "servers"))
+"""Where install.sh puts servers that do not live in our venv."""
 START_S = 30.0
 STOP_S = 10.0
 
@@ -38,7 +40,11 @@ class ServerProcess:
         self._command, self._env = list(command), {**os.environ, **(env or {})}
         self._log = tempfile.TemporaryFile()
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -59,10 +65,7 @@ class ServerProcess:
             while not self._accepts(port):
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     code = self._process.poll()
-                    self.kill()
-                    log = self.log()
-                    self._log.close()
-                    raise RuntimeError(f"{self.name} did not start (exit code {code}):\n{log}")
+                    raise RuntimeError(f"{self.name} did not start (exit code {code}):\n{self.log()}")
                 time.sleep(0.01)
 
     def kill(self) -> None:

@@ -35,6 +35,7 @@ class RemoteTier:
     """Names of settings beyond COMMON."""
     default_port = 0
     default_connections = 2
+    default_prefix = "pdxfer:"
     overruns = False
     """Calls of the client library may last beyond their deadline: values are copied before it sees them."""
 
@@ -48,7 +49,7 @@ class RemoteTier:
     ) -> None:
         self._config, self._clock = config, clock
         self.url: RemoteUrl = parse_url(config, (*COMMON, *self.settings), self.default_port)
-        self._prefix = self.url.text("prefix", "pdxfer:")
+        self._prefix = self.url.text("prefix", self.default_prefix)
         self._sessions = int(self.url.number("connections", self.default_connections, least=1))
         self._counters = TierCounters()
         self._pool = BufferPool(int(self.url.number("buffer_mib", 256, least=1)) << 20)
