@@ -10,9 +10,12 @@ from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from pdxfer.client.model import EngineHealth, RequestTimeline, Summary
-from pdxfer.controller.access import RequireToken
+from pdxfer.controller.access import LimitBody, RequireToken
 from pdxfer.controller.board import Board, health
+from pdxfer.controller.cache import add_cache
 from pdxfer.controller.metrics import RouterMetrics
+from pdxfer.controller.operate import add_operate
+from pdxfer.controller.operations import Operations
 from pdxfer.controller.page import add_page, event_stream
 from pdxfer.controller.settings import ControllerSettings
 from pdxfer.controller.streams import Streams
@@ -64,7 +67,7 @@ class ClusterHealth:
 def make_app(router: RouterServer, settings: ControllerSettings, board: Board | None = None) -> FastAPI:
     """The application over a started router. `board` is the caller's to start and close."""
     board = board or Board(router)
-    streams = Streams(board, router)
+    streams, operations = Streams(board, router), Operations(router)
     app = FastAPI(title="pdxfer controller", summary="Membership, readiness, drain and metrics of one pdxfer router")
     metrics = RouterMetrics()
 
@@ -123,24 +126,10 @@ def make_app(router: RouterServer, settings: ControllerSettings, board: Board | 
             return event_stream(request, streams, since)
         return Events(events=router.events_after(since, MAX_EVENTS))
 
-    @app.post("/v1/nodes/{engine_id}/drain", responses={404: {}})
-    def drain(engine_id: str) -> EngineView:
-        """No new requests for this engine; running ones finish. Answers with its state afterwards."""
-        return set_drain(engine_id, True)
-
-    @app.post("/v1/nodes/{engine_id}/undrain", responses={404: {}})
-    def undrain(engine_id: str) -> EngineView:
-        """Take new requests again. Answers with its state afterwards."""
-        return set_drain(engine_id, False)
-
-    def set_drain(engine_id: str, on: bool) -> EngineView:
-        router.drain(engine_id, on)
-        found = [engine for engine in router.snapshot().engines if engine.engine_id == engine_id]
-        if not found:
-            raise HTTPException(404, f"no engine {engine_id!r} has joined; GET /v1/nodes lists those that have")
-        return found[0]
-
+    add_operate(app, router)
+    add_cache(app, router, operations, settings.token)
     add_page(app, board, streams)
+    app.add_middleware(LimitBody)
     if settings.token:
         app.add_middleware(RequireToken, token=settings.token)
     return app

@@ -11,11 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ProtocolError
 from pdxfer.router.proxy_client import ProxyClient
 from pdxfer.router.session import Session
 from pdxfer.wire.keys import ClientSecurity
+from pdxfer.wire.manage import SetLogLevel
 from pdxfer.wire.messages import FromRouter, Goodbye, Heartbeat, HeartbeatAck, Message, Refused
 from pdxfer.wire.sockets import DealerSocket, new_route
 from pdxfer.wire.version import Decoder, encode
@@ -147,6 +150,11 @@ class MemberClient:
                 self._session.acked(message.known, self._clock.now())
                 self._tell_link()
                 continue
+            if isinstance(message, SetLogLevel):
+                logging.getLogger("pdxfer").setLevel(message.level)
+                log.info("log level is %s from now on, as the controller says", message.level)
+                self._session.beat_now()
+                continue
             if isinstance(message, Refused):
                 log.error("the router at %s refused %s: %s", self._endpoint, self._identity, message.reason)
                 self._session.refused(self._clock.now())
@@ -166,7 +174,8 @@ class MemberClient:
             for message in self._hello():
                 self._socket.send(encode(message))
         if self._session.take_beat(now):
-            self._socket.send(encode(self._beat()))
+            level = logging.getLevelName(logging.getLogger("pdxfer").getEffectiveLevel())
+            self._socket.send(encode(replace(self._beat(), lag_s=self._session.lag_s, log_level=level)))
 
     def _flush(self) -> None:
         """Queued messages wait until the router knows us: hello comes first."""

@@ -19,6 +19,8 @@ class Session:
         """The router knows us, and answered lately."""
         self._hello_at = now
         self._beat_at = now
+        self.lag_s = 0.0
+        """How late the last heartbeat was."""
         self._acked_at = now
 
     def wait_s(self, now: float) -> float:
@@ -37,8 +39,13 @@ class Session:
         """Whether a heartbeat is due; counts as sent."""
         if now < self._beat_at:
             return False
+        self.lag_s = max(0.0, now - self._beat_at) if self._beat_at else 0.0
         self._beat_at = now + self.heartbeat_s
         return True
+
+    def beat_now(self) -> None:
+        """Report at the next opportunity: something changed that others wait to see."""
+        self._beat_at = 0.0
 
     def acked(self, known: bool, now: float) -> None:
         """The router answered."""

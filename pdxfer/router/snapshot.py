@@ -40,6 +40,7 @@ class RankView:
     silent_s: float
     lag_s: float
     """How late its last heartbeat left."""
+    log_level: str
     channels: dict[str, str]
     """Peer engine → kind of channel to it; empty: none."""
     closed: dict[str, str]
@@ -69,7 +70,9 @@ class EngineView:
     engine_id: str
     incarnation: int
     role: Role | None
-    """None until its scheduler half said hello."""
+    """What it does now; None until its scheduler half said hello."""
+    started_role: Role | None
+    """What it was started for."""
     state: str
     """joining, ready, draining or suspect."""
     url: str
@@ -95,6 +98,8 @@ class EngineView:
     """An operator's bound on credit; None: none."""
     lag_s: float = 0.0
     """How late the last heartbeat of its scheduler half left."""
+    log_level: str = ""
+    """Of its scheduler half's process; empty: not reported yet."""
     problems: list[str] = field(default_factory=list)
     """Of its scheduler half; those of ranks are with them."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -172,6 +177,7 @@ def _rank(rank: int, worker: Worker, now: float) -> RankView:
         rank=rank,
         silent_s=now - worker.link.last_seen,
         lag_s=beat.lag_s if beat else 0.0,
+        log_level=beat.log_level if beat else "",
         channels={peer: ready.kind for peer, ready in worker.ready.items() if ready.kind},
         closed={peer: ready.reason for peer, ready in worker.ready.items() if not ready.kind},
         tiers=[TierView(**asdict(tier)) for tier in beat.tiers] if beat else [],
@@ -196,6 +202,7 @@ def _view(engine: Engine, leases: Leases, now: float) -> EngineView:
         engine_id=engine.engine_id,
         incarnation=engine.incarnation,
         role=engine.role,
+        started_role=hello.role if hello else None,
         state=_state(engine),
         url=hello.url if hello else "",
         model=hello.model if hello else "",
@@ -213,6 +220,7 @@ def _view(engine: Engine, leases: Leases, now: float) -> EngineView:
         channels={peer: ready.kind for peer, ready in worker.ready.items() if ready.kind} if worker else {},
         credit_limit=engine.credit.limit,
         lag_s=beat.lag_s if beat else 0.0,
+        log_level=beat.log_level if beat else "",
         problems=list(beat.problems) if beat else [],
         counts=dict(beat.counts) if beat else {},
         ranks=[_rank(rank, one, now) for rank, one in sorted(engine.workers.items())],

@@ -107,6 +107,8 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_waiting: int = 0
     lag_s: float = 0.0
     """How late this heartbeat left: its thread was held up."""
+    log_level: Id = ""
+    """Of pdxfer's loggers in this half's process."""
     tiers: Annotated[list[TierReport], msgspec.Meta(max_length=16)] = []
     counts: Annotated[dict[Id, int], msgspec.Meta(max_length=64)] = {}
     """Totals of this half since its start, by name (see metrics.catalog, process node)."""
