@@ -178,11 +178,11 @@ class Node:
             return
         settings = self._settings
         self._me = PeerId(engine_id=settings.engine_id, incarnation=incarnation, rank=settings.rank)
+        if not settings.router:
+            return  # store mode: nobody sends to us
         self._endpoints = self._open_endpoints(self._me)
         self.receiver.start(self._endpoints)
         self._halves.send(Listening(rank=settings.rank, addresses=self._addresses()))
-        if not settings.router:
-            return
         with self._lock:
             if self._is_closed:
                 return
