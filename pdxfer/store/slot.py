@@ -6,9 +6,11 @@ still serves. A tier whose breaker is open is not asked at all; `probe` (the sto
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import Clock
@@ -27,6 +29,33 @@ PATIENCE_S = 0.05
 GRACE_S = 0.02
 """A tier ends its calls by itself at the deadline; this much later we stop waiting for it."""
 PROBE_KEY = bytes(KEY_BYTES)
+MAX_NOTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadow:
+    """A value that has left its tier for a moment. Who put it here keeps `view` alive for readers that have it."""
+
+    entry: Entry
+    view: memoryview
+
+
+class _ShadowLease:
+    """The bytes are garbage collected, not lent: nothing to give back."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+    def release(self) -> None:
+        return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
 
 class TierSlot:
@@ -42,6 +71,10 @@ class TierSlot:
         self.in_memory = tier.kind in IN_MEMORY
         self.local = tier.kind in LOCAL
         self.sight = SecondSight()
+        self.codecs: OrderedDict[bytes, str] = OrderedDict()
+        """Codec of values that were written or looked at lately; the tier itself does not know."""
+        self.shadows: dict[bytes, Shadow] = {}
+        """Values that are being replaced: shown until the new ones are in place and verified."""
         self.counts: Counter[str] = Counter()
         """hits, misses, stored, corrupt, late, raised, skipped, dropped, lost, promoted, written_back."""
         self._clock = clock
@@ -67,10 +100,16 @@ class TierSlot:
         """As Tier.lookup; None: no answer."""
         if not keys:
             return []
-        return await self._read(lambda until: self.tier.lookup(keys, until), deadline)
+        entries = await self._read(lambda until: self.tier.lookup(keys, until), deadline)
+        if entries is not None and self.shadows:
+            shown = [self.shadows.get(key) for key in keys]
+            return [s.entry if entry is None and s else entry for s, entry in zip(shown, entries, strict=True)]
+        return entries
 
     async def get(self, key: bytes, deadline: float) -> Lease | None:
         """As Tier.get. The caller releases."""
+        if key in self.shadows:
+            return _ShadowLease(self.shadows[key].view)
         lease = await self._read(lambda until: self.tier.get(key, until), deadline, _release)
         if lease is None:
             self.counts["misses"] += 1
@@ -116,6 +155,13 @@ class TierSlot:
         if self.readable:
             self.writes.succeeded()
             log.info("store: tier %s answers again", self.name)
+
+    def note_codec(self, key: bytes, codec: str) -> None:
+        """Remember what a value is kept in."""
+        self.codecs[key] = codec
+        self.codecs.move_to_end(key)
+        if len(self.codecs) > MAX_NOTES:
+            self.codecs.popitem(last=False)
 
     def take_evicted(self) -> list[bytes] | None:
         """Keys the tier dropped by itself; None: too many, or it cannot tell."""

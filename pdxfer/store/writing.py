@@ -11,7 +11,7 @@ room until its deadline and says truthfully whether a tier has the bytes.
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pdxfer.codec.frame import FrameError, read_header
 from pdxfer.core.clock import Clock
@@ -121,7 +121,7 @@ class Writer:
                     outcome = await self._into_front(slot, chunk, deadline, tenant)
                 else:
                     frame = frame or memoryview(await self._workers.run(self._coder.raw_frame, chunk))
-                    outcome = await self._put(slot, chunk.key, frame, deadline, tenant)
+                    outcome = await self.put_frame(slot, chunk.key, frame, deadline, tenant)
                 said[slot.name] = outcome
                 if outcome is Outcome.STORED:
                     return _held(outcome, said)
@@ -142,6 +142,7 @@ class Writer:
             outcome = await front.commit(room, deadline)
         if outcome is Outcome.STORED:
             self.arrived(front, [chunk.key])
+            front.note_codec(chunk.key, RAW)
             for dirty in self._dirty.values():
                 dirty[chunk.key] = tenant
         return outcome
@@ -233,6 +234,12 @@ class Writer:
                 if dirty.pop(key, None) is not None:
                     self.lanes[name].slot.counts["lost"] += 1
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """They were cleared: not written back any more."""
+        for dirty in self._dirty.values():
+            for key in keys:
+                dirty.pop(key, None)
+
     def write_back(self, everything: bool = False) -> None:
         """Give `back` tiers the oldest of what only the front has, while that is fuller than it should be."""
         if self.front is None:
@@ -259,7 +266,7 @@ class Writer:
         """Work of a lane: the value into its tier, in its codec."""
         deadline = self._clock.now() + slot.config.put_timeout_s
         if copy.source is not None:
-            outcome = await self._put(slot, copy.key, copy.source.view, deadline, copy.tenant)
+            outcome = await self.put_frame(slot, copy.key, copy.source.view, deadline, copy.tenant)
         else:
             assert self.front is not None
             lease = await self.front.get(copy.key, deadline)
@@ -267,7 +274,7 @@ class Writer:
                 slot.counts["lost"] += 1
                 return
             async with lease:
-                outcome = await self._put(slot, copy.key, lease.view, deadline, copy.tenant)
+                outcome = await self.put_frame(slot, copy.key, lease.view, deadline, copy.tenant)
         if outcome is Outcome.STORED and copy.why != "stored":
             slot.counts[copy.why] += 1
 
@@ -285,11 +292,11 @@ class Writer:
                 except FrameError as error:
                     why = str(error)
                 else:
-                    return await self._put(target, key, lease.view, deadline, tenant)
+                    return await self.put_frame(target, key, lease.view, deadline, tenant)
             await self._reader.distrust(source, key, why)
         return None
 
-    async def _put(self, slot: TierSlot, key: bytes, frame: memoryview, deadline: float, tenant: str) -> Outcome:
+    async def put_frame(self, slot: TierSlot, key: bytes, frame: memoryview, deadline: float, tenant: str) -> Outcome:
         """A frame of any codec into a tier, in that tier's codec."""
         try:
             parts: Sequence[Buffer] = (frame,)
@@ -302,7 +309,14 @@ class Writer:
         outcome = await slot.put(key, parts, deadline, tenant)
         if outcome in HELD:
             self.arrived(slot, [key])
+        if outcome is Outcome.STORED:
+            slot.note_codec(key, slot.codec)
         return outcome
+
+    async def quiet(self, deadline: float) -> None:
+        """Until what is on its way into tiers now is there, or the deadline: what is cleared then stays away."""
+        for lane in self.lanes.values():
+            await lane.drain(max(0.0, deadline - self._clock.now()))
 
     async def drain(self, deadline: float) -> None:
         """Write back everything and wait for the lanes, until the deadline."""
