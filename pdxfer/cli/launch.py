@@ -31,6 +31,7 @@ class Role(StrEnum):
     prefill = "prefill"
     decode = "decode"
     both = "both"
+    store = "store"
     proxy = "proxy"
     all = "all"
 
@@ -65,6 +66,8 @@ def launch(
 
     Example: pdxfer launch --role all --config cpu-1p1d
 
+    Example: pdxfer launch --role both --config cpu-both
+
     Example: pdxfer launch --role decode --model M --router tcp://A:5570 -- --max-model-len 8192
     """
     flags = {
@@ -91,7 +94,7 @@ def _vllm_args(context: typer.Context, role: Role) -> tuple[str, ...]:
     args = tuple(context.args)
     if args and not args[0].startswith("-"):
         raise ConfigError(f"{args[0]!r} is no option; flags for vLLM come after --, as in: -- --max-model-len 8192")
-    if args and role in (Role.router, Role.proxy):
+    if args and role in (Role.router, Role.proxy, Role.store):
         raise ConfigError(f"--role {role} starts no engine, but flags for vLLM are given: {' '.join(args)}")
     return args
 
@@ -108,11 +111,11 @@ def _serve_here(config: Config, role: Role) -> None:
 def _launch(
     config: Config, role: Role, vllm_args: tuple[str, ...], engine_id: str, port: int, dry_run: bool, as_json: bool
 ) -> None:
-    from pdxfer.config.network import local_url, proxy_bind
+    from pdxfer.config.network import bind_address, local_url, proxy_bind
     from pdxfer.config.token import read_token
     from pdxfer.launcher.engine import Inputs
     from pdxfer.launcher.machine import this_machine
-    from pdxfer.launcher.plan import plan_all, plan_engine
+    from pdxfer.launcher.plan import plan_all, plan_engine, plan_store
     from pdxfer.launcher.prepare import prepare
     from pdxfer.launcher.run import run_directory, run_plan
 
@@ -126,18 +129,23 @@ def _launch(
         )
         if role is Role.all:
             return plan_all(inputs)
+        if role is Role.store:
+            return plan_store(inputs)
         return plan_engine(inputs, _ENGINE_ROLES[role], engine_id=engine_id, port=port)
 
     def on_ready() -> None:
         if role is Role.all:
             say(f"OpenAI API: {local_url(proxy_bind(config), config.proxy.port)}/v1")
+        elif role is Role.both:
+            say(f"OpenAI API: {local_url(bind_address(config), specs[-1].ports[0].port)}/v1")
 
     if dry_run:
         _print_plan(plan("CONFIG"), as_json)
         return
     config = prepare(config, _prepare_demo)
     with run_directory(config) as file:
-        asyncio.run(run_plan(plan(str(file)), os.environ, sys.stderr, config.engine.max_restarts, on_ready))
+        specs = plan(str(file))
+        asyncio.run(run_plan(specs, os.environ, sys.stderr, config.engine.max_restarts, on_ready))
 
 
 def _prepare_demo() -> Path:

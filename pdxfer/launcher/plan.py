@@ -1,11 +1,13 @@
 """Config → the processes of this host. Pure: what `--dry-run` prints is what supervise.py starts.
 
-router ──▶ engines, all at once ──▶ proxy          started when those before are ready
-proxy  ──▶ engines              ──▶ router         told to leave, each when those before have left
+router, store ──▶ engines, all at once ──▶ proxy          started when those before are ready
+proxy         ──▶ engines              ──▶ router, store  told to leave, each when those before have left
 """
 
 import sys
 from collections.abc import Sequence
+
+import msgspec
 
 from pdxfer.config import network
 from pdxfer.core.errors import ConfigError
@@ -15,24 +17,39 @@ from pdxfer.launcher.spec import PortUse, ProcessSpec
 
 _ROUTER_TIMEOUT_S = 30.0
 _PROXY_TIMEOUT_S = 60.0
+_STORE_TIMEOUT_S = 60.0
+"""To map and clear a large segment."""
 
 
 def plan_all(inputs: Inputs) -> list[ProcessSpec]:
-    """Router, all engines of the topology, proxy."""
+    """Router, the host's store if engines share one, all engines of the topology, proxy."""
     engines = place_engines(inputs.config, inputs.machine)
     if not any(engine.role == "decode" for engine in engines):
         raise ConfigError("topology.decode is empty: nothing could answer; use at least 1")
-    specs = [_router(inputs)]
-    specs += [engine_process(inputs, engine, depends_on=("router",)) for engine in engines]
+    specs = [_router(inputs), *_shared_store(inputs)]
+    before = tuple(spec.name for spec in specs)
+    specs += [engine_process(inputs, engine, depends_on=before) for engine in engines]
     specs.append(_proxy(inputs, engines))
     _check_distinct(specs)
     return specs
 
 
 def plan_engine(inputs: Inputs, role: EngineRole, *, engine_id: str = "", port: int = 0) -> list[ProcessSpec]:
-    """One engine alone, whose router (if any) runs elsewhere."""
+    """One engine alone, whose router (if any) runs elsewhere; `both` has its host's store beside it."""
     engine = place_one(inputs.config, inputs.machine, role, engine_id, port)
-    return [engine_process(inputs, engine)]
+    store = _shared_store(inputs) if role == "both" else []
+    return [*store, engine_process(inputs, engine, depends_on=tuple(spec.name for spec in store))]
+
+
+def plan_store(inputs: Inputs) -> list[ProcessSpec]:
+    """The store process of a host whose engines are started one by one."""
+    specs = _shared_store(inputs)
+    if not specs:
+        raise ConfigError(
+            "--role store needs store.enabled: true and store.shared_memory: the path of the socket to serve; without "
+            "them each engine keeps its KV in memory of its own"
+        )
+    return specs
 
 
 def _router(inputs: Inputs) -> ProcessSpec:
@@ -50,6 +67,25 @@ def _router(inputs: Inputs) -> ProcessSpec:
         ready_timeout_s=_ROUTER_TIMEOUT_S,
         stop_order=2,
     )
+
+
+def _shared_store(inputs: Inputs) -> list[ProcessSpec]:
+    """The process that keeps the host's DRAM tier, where the configuration names its socket."""
+    config = inputs.config.store
+    if not config.enabled or not config.shared_memory:
+        return []
+    memory = [tier for tier in config.tiers if tier.url.startswith("dram:")]
+    section = msgspec.json.encode(msgspec.structs.replace(config, tiers=memory)).decode()
+    return [
+        ProcessSpec(
+            name="store",
+            argv=(sys.executable, "-m", "pdxfer.store.server", "--store", section),
+            unset=OUR_VARIABLES,
+            ready_url=f"unix:{config.shared_memory}",
+            ready_timeout_s=_STORE_TIMEOUT_S,
+            stop_order=2,
+        )
+    ]
 
 
 def _proxy(inputs: Inputs, engines: Sequence[EnginePlan]) -> ProcessSpec:

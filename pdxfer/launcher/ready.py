@@ -14,6 +14,7 @@ from pdxfer.launcher.spec import PortUse, ProcessSpec
 
 _PROBE_S = 5.0
 _INTERVAL_S = 0.2
+_UNIX = "unix:"
 
 
 def check_ports(specs: Iterable[ProcessSpec]) -> None:
@@ -58,11 +59,23 @@ class Prober:
         """What the last answer was."""
 
     async def until_ready(self) -> None:
-        """Return once the url answers 200; the caller sets the deadline."""
+        """Return once the url answers 200, or the socket accepts; the caller sets the deadline."""
+        if self._url.startswith(_UNIX):
+            while not await self._accepts(self._url.removeprefix(_UNIX)):
+                await asyncio.sleep(_INTERVAL_S)
+            return
         timeout = aiohttp.ClientTimeout(total=_PROBE_S)
         async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
             while not await self._ask(session):
                 await asyncio.sleep(_INTERVAL_S)
+
+    async def _accepts(self, path: str) -> bool:
+        try:
+            _, writer = await asyncio.open_unix_connection(path)
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     async def _ask(self, session: aiohttp.ClientSession) -> bool:
         try:

@@ -30,7 +30,7 @@ class ProcessSpec:
     """Taken out of our own environment; * matches any text."""
     ports: tuple[PortUse, ...] = ()
     ready_url: str
-    """Answers 200 when the process is ready."""
+    """Answers 200 when the process is ready; `unix:PATH`: a socket that accepts then."""
     ready_timeout_s: float
     """Not ready after this: the launch ends."""
     depends_on: tuple[str, ...] = ()

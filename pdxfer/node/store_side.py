@@ -167,7 +167,8 @@ def _own_tier(tier: TierConfig, settings: StoreSettings) -> TierConfig:
     url = tier.url
     if settings.subdirectory and scheme in OWN_DIRECTORY:
         path, mark, query = rest.partition("?")
-        url = f"{scheme}:{path.rstrip('/')}{_below(scheme, settings.subdirectory)}{mark}{query}"
+        own = ",".join(one.rstrip("/") + _below(scheme, settings.subdirectory) for one in path.split(","))
+        url = f"{scheme}:{own}{mark}{query}"
     return msgspec.structs.replace(tier, url=url, capacity_gib=tier.capacity_gib / settings.shares)
 
 
