@@ -18,11 +18,13 @@ COMMANDS = {
     "config": "Show, check and describe the configuration.",
     "doctor": "Find out what would keep pdxfer from running here, and what to do.",
     "status": "Is the cluster ready, and if not, why.",
-    "nodes": "Engines the router knows: state, load, channels.",
-    "events": "What happened lately: joins, losses, drains.",
+    "top": "The cluster live: nodes, KV moved, credits, hit rates, time to first token.",
+    "nodes": "Engines the router knows: state, load, channels, health; role, credit and log level of one.",
+    "events": "What happened lately: joins, losses, drains, fallbacks.",
     "drain": "Give an engine no new requests.",
     "undrain": "Give a drained engine new requests again.",
     "keys": "Make the keys of a cluster.",
+    "completion": "Print a script that completes commands in bash, zsh or fish.",
     "bench": "Measure router, transfer or time to first token.",
 }
 """Name → one line of help; `pdxfer.cli.<name>.app` is the command."""

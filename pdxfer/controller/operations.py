@@ -240,7 +240,7 @@ def _targets(engines: list[EngineView], named: tuple[str, ...]) -> list[EngineVi
     with_store = [engine for engine in found if any(rank.tiers for rank in engine.ranks)]
     if not with_store:
         raise Unfit("no engine that is meant has a store: set store.enabled on the engines")
-    return with_store
+    return sorted(with_store, key=lambda engine: engine.engine_id)
 
 
 def _result(data: bytes) -> tuple[dict[str, Any] | None, str]:
