@@ -48,6 +48,7 @@ class S3Server(ServerProcess):
 
     def __init__(self) -> None:
         self.where = scratch("s3")
+        self._has_bucket = False
         identity = {
             "name": "t",
             "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
@@ -67,7 +68,9 @@ class S3Server(ServerProcess):
 
     def start(self) -> None:
         super().start()
-        _send("PUT", f"http://127.0.0.1:{self.filer}/buckets/{BUCKET}/")
+        if not self._has_bucket:
+            _send("PUT", f"http://127.0.0.1:{self.filer}/buckets/{BUCKET}/")
+            self._has_bucket = True
         _send("PUT", f"http://127.0.0.1:{self.filer}/ready", b"x")  # it accepts before its volume server has joined
 
     def write(self, name: str, body: bytes) -> None:
