@@ -8,16 +8,18 @@ import typer
 from pdxfer.cli.options import new_app
 from pdxfer.core.errors import ConfigError
 
-BENCHES = ("router", "transfer", "ttft")
+BENCHES = ("router", "store", "transfer", "ttft")
 app = new_app()
 
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="router, transfer or ttft; `bench NAME --help` shows its options.")],
+    name: Annotated[
+        str, typer.Argument(help="router, store, transfer or ttft; `bench NAME --help` shows its options.")
+    ],
 ) -> None:
-    """Measure router, transfer or time to first token.
+    """Measure router, store, transfer or time to first token.
 
     Example: pdxfer bench ttft --lens 1000,3500 --reps 5
     """
