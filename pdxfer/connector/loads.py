@@ -11,7 +11,6 @@ import logging
 from pdxfer.connector.chunks import RankChunk
 from pdxfer.connector.lookups import Lookups
 from pdxfer.connector.member import Member
-from pdxfer.connector.mirror import Mirror
 from pdxfer.connector.transfer import Receive
 from pdxfer.wire.store_facts import Load, Loaded, Unload
 
@@ -24,7 +23,6 @@ class Loads:
     def __init__(
         self,
         lookups: Lookups,
-        mirror: Mirror,
         member: Member,
         *,
         block_size: int,
@@ -32,16 +30,15 @@ class Loads:
         timeout_s: float,
         max_pending: int,
     ) -> None:
-        self.lookups, self._mirror, self._member = lookups, mirror, member
+        self.lookups, self._member = lookups, member
         self._block_size, self._world_size, self.timeout_s = block_size, world_size, timeout_s
         self._max_pending = max_pending
-        self._pending: dict[str, tuple[Receive, list[RankChunk]]] = {}
+        self._pending: dict[str, Receive] = {}
         self._ids = itertools.count(1)
 
     def get(self, load_id: str) -> Receive | None:
         """The receive that this load fills."""
-        pending = self._pending.get(load_id)
-        return pending[0] if pending else None
+        return self._pending.get(load_id)
 
     @property
     def is_full(self) -> bool:
@@ -59,7 +56,7 @@ class Loads:
         first = receive.first_block + fill.at
         wanted = [chunk for chunk in chunks if chunk[0].end > first * size]
         receive.load_id = f"load-{next(self._ids)}"
-        self._pending[receive.load_id] = receive, wanted
+        self._pending[receive.load_id] = receive
         for rank in range(self._world_size):
             self._member.tell_worker(
                 rank,
@@ -81,9 +78,6 @@ class Loads:
     def rank_loaded(self, receive: Receive, fact: Loaded) -> bool:
         """One rank is done. True: it came up short, and what else is out has to be taken back."""
         short = receive.rank_loaded(fact.rank, fact.num_valid, fact.reason)
-        _, chunks = self._pending[fact.load_id]
-        if fact.reason and fact.num_chunks < len(chunks):
-            self._mirror.forget(chunks[fact.num_chunks])
         if receive.stored is None or receive.stored.is_over(self._world_size):
             self._pending.pop(fact.load_id, None)
         return short

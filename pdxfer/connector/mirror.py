@@ -29,14 +29,3 @@ class Mirror:
         return all(
             any(key.key in keys for keys in tiers.values()) for key, tiers in zip(chunk, self._ranks, strict=True)
         )
-
-    def forget(self, chunk: RankChunk) -> None:
-        """A load did not find it."""
-        for key, tiers in zip(chunk, self._ranks, strict=True):
-            for keys in tiers.values():
-                keys.discard(key.key)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        for tiers in self._ranks:
-            tiers.clear()

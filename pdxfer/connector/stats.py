@@ -20,6 +20,7 @@ HELP = {
     "saved_chunks": "Chunks copied out for the store",
     "saved_bytes": "KV bytes copied out for the store",
     "dropped_saves": "Chunks that were not saved: too much was waiting",
+    "stored_values": "Values that tiers took; a chunk that is kept in two tiers counts twice",
     "corrupt_chunks": "Stored values that were damaged or foreign, and were removed",
 }
 

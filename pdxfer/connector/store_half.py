@@ -57,7 +57,6 @@ class StoreHalf:
         )
         self.loads = Loads(
             self.lookups,
-            self.mirror,
             member,
             block_size=size,
             world_size=world,

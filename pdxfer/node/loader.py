@@ -61,6 +61,7 @@ class Loader:
             log.exception("store: %s failed: please report this", load.load_id)
             reason = f"{type(error).__name__}: {error}"
         finally:
+            store.events.flush()  # what turned out to be gone or damaged is known before the load is over
             self._report(self._loaded(load, delivered, reason))
 
     async def _deliver(self, store: TieredStore, load: Load, delivered: set[int]) -> bool:

@@ -14,11 +14,13 @@ from pdxfer.core.errors import ConfigError, PdxferError
 from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
 from pdxfer.node.lane import Lane, Report
+from pdxfer.node.operator import Operator
 from pdxfer.node.plan import SavePlan, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Ready, Sender
 from pdxfer.node.store_blocks import HostBlocks
 from pdxfer.node.store_side import StoreSettings, StoreSide
+from pdxfer.node.verbs import Cut, Verbs
 from pdxfer.router.client import ClientSecurity, MemberClient
 from pdxfer.transport.base import (
     Abort,
@@ -45,6 +47,7 @@ from pdxfer.wire.halves import (
     WorkerEnd,
     WorkerReady,
 )
+from pdxfer.wire.manage import StoreOp, StoreOpCancel
 from pdxfer.wire.messages import (
     CancelGrant,
     ChannelAddress,
@@ -105,6 +108,7 @@ class Node:
         self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids)
         self.sender = Sender(region.layout.num_layers, settings.chunk_blocks, self._open_lane, self._settled)
         self.store: StoreSide | None = self._open_store(settings.store) if settings.store is not None else None
+        self._operator = self._make_operator(self.store) if self.store is not None else None
         self._halves = WorkerEnd(settings.halves_path, settings.rank, self._on_half)
         identity = settings.store.identity if settings.store is not None else {}
         self._halves.send(WorkerReady(rank=settings.rank, fingerprint=fingerprint, identity=identity))
@@ -171,6 +175,26 @@ class Node:
         block_size = self._region.layout.block_size
         blocks = HostBlocks(self._region)
         return StoreSide(settings, self._settings.rank, block_size, blocks, self._report, self._clock)
+
+    def _make_operator(self, store: StoreSide) -> Operator:
+        settings, block_size = self._settings, self._region.layout.block_size
+        assert settings.store is not None
+        config = settings.store.config
+        in_blocks = config.chunking == "blocks"
+        cut = Cut(
+            chunk_tokens=block_size if in_blocks else settings.chunk_blocks * block_size,
+            block_size=block_size,
+            scheme=config.hash_scheme,
+            with_partial=config.partial_chunks,
+        )
+        verbs = Verbs(settings.engine_id, settings.rank, cut)
+        return Operator(settings.rank, store.thread, verbs, self._tell_router, self._clock)
+
+    def _tell_router(self, message: Message) -> None:
+        """Dropped without a router: nobody asked then."""
+        router = self._router
+        if router is not None:
+            router.send(message)
 
     def _join(self, incarnation: int) -> None:
         """Open the endpoints and join the router under this incarnation."""
@@ -246,6 +270,10 @@ class Node:
                 self.sender.forget(message.transfer_id, message.reason)
             case Peers():
                 self._update_peers(message)
+            case StoreOp() if self._operator is not None:
+                self._operator.start(message)
+            case StoreOpCancel() if self._operator is not None:
+                self._operator.cancel(message.op_id)
             case _:
                 log.debug("not for a worker half: %s", type(message).__name__)
 

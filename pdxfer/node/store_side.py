@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 120.0
 """A large disk index takes a while to read; no tier takes this long."""
 CLOSE_S = 5.0
+COUNTED = {"corrupt_chunks": "corrupt", "stored_values": "stored"}
+"""Counter of connector/stats.py → the slots' own."""
 OWN_DIRECTORY = ("file", "disk", "lmdb", "sqlite")
 """Tiers of which one process at a time may use a directory."""
 
@@ -69,7 +71,7 @@ class StoreSide:
     ) -> None:
         """Opens the tiers; ConfigError for what a user has to change."""
         self._rank, self._report = rank, report
-        self._corrupt = 0
+        self._counted: dict[str, int] = {}
         self._counting = threading.Lock()
         config = _own(settings)
 
@@ -109,9 +111,9 @@ class StoreSide:
                 self._lookup.prefetch(message)
 
     def reports(self) -> list[TierReport]:
-        """The tiers' figures, for the heartbeat; tells the scheduler half of damage."""
+        """The tiers' figures, for the heartbeat; tells the scheduler half what was counted since."""
         stats = self.thread.store.stats()
-        self._count_corrupt(sum(slot.counts.get("corrupt", 0) for slot in stats.tiers))
+        self._count({name: sum(s.counts.get(what, 0) for s in stats.tiers) for name, what in COUNTED.items()})
         return [
             TierReport(
                 kind=slot.name,
@@ -130,11 +132,12 @@ class StoreSide:
             for slot in stats.tiers
         ]
 
-    def _count_corrupt(self, total: int) -> None:
+    def _count(self, totals: dict[str, int]) -> None:
         with self._counting:
-            more, self._corrupt = total - self._corrupt, total
-        if more:
-            self._report(StoreCounts(rank=self._rank, counts={"corrupt_chunks": float(more)}))
+            more = {name: float(total - self._counted.get(name, 0)) for name, total in totals.items()}
+            self._counted = totals
+        if any(more.values()):
+            self._report(StoreCounts(rank=self._rank, counts=more))
 
     def close(self) -> None:
         """Write back what only memory has, close the tiers."""
