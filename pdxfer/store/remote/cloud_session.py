@@ -176,13 +176,14 @@ def _translated(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         raise
     except (PermissionError, exceptions.PermissionDenied, exceptions.ConfigInvalid) as error:
         raise ServerError(Reason.REFUSED, _said(error)) from error
-    except (OSError, *_all(exceptions)) as error:
+    except _all(exceptions) as error:
         _raise_other(error)
 
 
-def _all(exceptions: Any) -> list[type[Exception]]:
-    """Its exceptions have no base in common."""
-    return [kind for kind in vars(exceptions).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+def _all(exceptions: Any) -> tuple[type[Exception], ...]:
+    """Its exceptions have no base in common; files raise OSError."""
+    kinds = [kind for kind in vars(exceptions).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    return (OSError, *kinds)
 
 
 def _raise_other(error: Exception) -> NoReturn:
