@@ -154,7 +154,8 @@ class Reader:
             return
         bad: list[tuple[int, str]] = []
         try:
-            delivered, bad = await self._workers.run(self._deliver, load, held)
+            size = sum(len(lease.view) for _, lease in held)
+            delivered, bad = await self._workers.run_sized(size, self._deliver, load, held)
             for i in delivered:
                 load.delivered[i] = slot.name
                 load.num_bytes += load.wanted[i].raw_bytes
@@ -189,6 +190,8 @@ class Reader:
 
     async def _leases(self, slot: TierSlot, keys: Sequence[bytes], deadline: float) -> list[Lease | None]:
         """One get a key, all at once. If we are cancelled, those that came are given back."""
+        if slot.direct:
+            return [await slot.get(key, deadline) for key in keys]
         tasks = [asyncio.create_task(slot.get(key, deadline)) for key in keys]
         try:
             return list(await asyncio.gather(*tasks))

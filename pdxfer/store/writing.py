@@ -133,12 +133,13 @@ class Writer:
 
     async def _into_front(self, front: TierSlot, chunk: NewChunk, deadline: float, tenant: str) -> Outcome:
         """Reserve, fill in a worker thread, commit."""
-        room = await front.reserve(chunk.key, self._coder.raw_frame_bytes(chunk), deadline, tenant)
+        size = self._coder.raw_frame_bytes(chunk)
+        room = await front.reserve(chunk.key, size, deadline, tenant)
         if isinstance(room, Outcome):
             front.counts[room.value] += 1
             return room
         async with room:
-            await self._workers.run(self._coder.fill_raw, room.view, chunk)
+            await self._workers.run_sized(size, self._coder.fill_raw, room.view, chunk)
             outcome = await front.commit(room, deadline)
         if outcome is Outcome.STORED:
             self.arrived(front, [chunk.key])
