@@ -61,7 +61,8 @@ class Loader:
             log.exception("store: %s failed: please report this", load.load_id)
             reason = f"{type(error).__name__}: {error}"
         finally:
-            store.events.flush()  # what turned out to be gone or damaged is known before the load is over
+            if len(delivered) < len(load.keys):
+                _hear(store)
             self._report(self._loaded(load, delivered, reason))
 
     async def _deliver(self, store: TieredStore, load: Load, delivered: set[int]) -> bool:
@@ -93,6 +94,13 @@ class Loader:
             wall=self._clock.wall(),
             reason="" if num_chunks == len(load.keys) else reason[:1000],
         )
+
+
+def _hear(store: TieredStore) -> None:
+    """What turned out to be gone or damaged is told before the load is over: the request must not ask for it again."""
+    for slot in store.slots:
+        store.writer.take_evictions(slot)
+    store.events.flush()
 
 
 def _targets(load: Load) -> list[list[int]]:

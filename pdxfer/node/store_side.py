@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 120.0
 """A large disk index takes a while to read; no tier takes this long."""
 CLOSE_S = 5.0
-COUNTED = {"corrupt_chunks": "corrupt", "stored_values": "stored"}
-"""Counter of connector/stats.py → the slots' own."""
 OWN_DIRECTORY = ("file", "disk", "lmdb", "sqlite")
 """Tiers of which one process at a time may use a directory."""
 
@@ -113,7 +111,13 @@ class StoreSide:
     def reports(self) -> list[TierReport]:
         """The tiers' figures, for the heartbeat; tells the scheduler half what was counted since."""
         stats = self.thread.store.stats()
-        self._count({name: sum(s.counts.get(what, 0) for s in stats.tiers) for name, what in COUNTED.items()})
+        damaged = sum(slot.tier.failures.get("corrupt", 0) for slot in stats.tiers)
+        self._count(
+            {
+                "corrupt_chunks": damaged + sum(slot.counts.get("corrupt", 0) for slot in stats.tiers),
+                "stored_values": sum(slot.counts.get("stored", 0) for slot in stats.tiers),
+            }
+        )
         return [
             TierReport(
                 kind=slot.name,
