@@ -21,11 +21,12 @@ COMMANDS = {
     "top": "The cluster live: nodes, KV moved, credits, hit rates, time to first token.",
     "nodes": "Engines the router knows: state, load, channels, health; role, credit and log level of one.",
     "events": "What happened lately: joins, losses, drains, fallbacks.",
+    "cache": "Look into the engines' stores: lookup, clear, pin, move, compress, export, verify ...",
     "drain": "Give an engine no new requests.",
     "undrain": "Give a drained engine new requests again.",
     "keys": "Make the keys of a cluster.",
     "completion": "Print a script that completes commands in bash, zsh or fish.",
-    "bench": "Measure router, transfer or time to first token.",
+    "bench": "Measure router, store, transfer or time to first token.",
 }
 """Name → one line of help; `pdxfer.cli.<name>.app` is the command."""
 _FAILED, _USAGE, _UNREACHABLE = 1, 2, 3

@@ -226,6 +226,8 @@ def _refusal(url: str, status: int, body: bytes) -> PdxferError:
         detail = str(json.loads(body)["detail"])
     except (ValueError, KeyError, TypeError):
         detail = body[:200].decode(errors="replace")
+    if status == 422:
+        return ConfigError(f"{url} does not take this: {detail}")
     if status == 401:
         return ConfigError(f"{url} refused our token: give --token-file, or set security.token_file")
     return PdxferError(f"{url} answered {status}: {detail}")

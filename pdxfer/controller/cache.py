@@ -24,13 +24,14 @@ _Key = Annotated[
     str, Header(max_length=MAX_KEY, description="Sent again with the same request, gives the same operation")
 ]
 MAX_TEXT = 4 << 20
+_PATH = "Absolute path of a .pdxkv file on the node; {engine} and {rank} are replaced"
 VERBS: dict[StoreVerb, str] = {
     "lookup": "Longest stored prefix per node and tier, chunk by chunk: pinned or not, codec, bytes, age, hits.",
     "clear": "Remove values: a prompt's, a tenant's, a tier's, those older than something, or everything.",
     "pin": "Never evict a prompt's values, for a while or until unpinned; survives a restart, bounded by a quota.",
     "unpin": "Let a prompt's values be evicted again.",
-    "move": "Move a prompt's values to another tier or node; the old copy goes when the new one is verified.",
-    "copy": "Copy a prompt's values to another tier or node.",
+    "move": "Move values to another tier of the node; the old copy goes when the new one is verified.",
+    "copy": "Copy values to another tier of the node; a tier that nodes share takes them to the others.",
     "compress": "Store values under a codec, in place; the old copy is visible until the new one is verified.",
     "decompress": "Store compressed values raw again.",
     "prefetch": "Bring a prompt's values to a faster tier before they are needed.",
@@ -58,17 +59,15 @@ class CacheRequest(BaseModel):
     text: str | None = Field(default=None, max_length=MAX_TEXT)
     messages: list[dict[str, Any]] | None = Field(default=None, max_length=4096)
     salt: _Name = Field(default="", description="cache_salt of the prompt")
-    lora: _Name = Field(default="", description="Adapter of the prompt")
     engines: list[_Name] = Field(default=[], max_length=1024, description="Only on these; empty: on all with a store")
     tier: _Name = Field(default="", description="Only this tier; empty: all")
     to_tier: _Name = ""
-    to_engine: _Name = ""
     tenant: _Name = ""
     everything: bool = Field(default=False, description="clear, verify: all values; never the default")
     older_than_s: float = Field(default=0.0, ge=0, le=1e9)
     codec: _Name = ""
     ttl_s: float = Field(default=0.0, ge=0, le=1e9, description="pin: for so long; 0: until unpinned")
-    path: str = Field(default="", max_length=1024, pattern=r"^[^\x00-\x1f]*$", description="File on the node")
+    path: str = Field(default="", max_length=1024, pattern=r"^[^\x00-\x1f]*$", description=_PATH)
     repair: bool = False
     deadline_s: float = Field(default=600.0, gt=0, le=86400)
 
@@ -87,8 +86,10 @@ class CacheRequest(BaseModel):
             return f"{verb} needs a prompt: tokens, text or messages"
         if verb in _SELECTION_NEEDED and not is_selective:
             return f"{verb} needs to know which values: a prompt, tier, tenant, older_than_s, or everything"
-        if verb in ("move", "copy") and not (self.to_tier or self.to_engine):
-            return f"{verb} needs to_tier or to_engine"
+        if verb in ("move", "copy") and not self.to_tier:
+            return f"{verb} needs to_tier"
+        if verb in ("move", "compress", "decompress") and not self.tier:
+            return f"{verb} needs tier: where the values are"
         if verb == "compress" and not self.codec:
             return "compress needs a codec, as `pdxfer codec list` shows them"
         if verb in ("export", "import") and not self.path:
@@ -98,9 +99,9 @@ class CacheRequest(BaseModel):
     def args(self, tokens: list[int]) -> StoreArgs:
         """As workers read it."""
         return StoreArgs(
-            tokens=tokens, salt=self.salt, lora=self.lora, tier=self.tier, to_tier=self.to_tier,
-            to_engine=self.to_engine, tenant=self.tenant, everything=self.everything, older_than_s=self.older_than_s,
-            codec=self.codec, ttl_s=self.ttl_s, path=self.path, repair=self.repair,
+            tokens=tokens, salt=self.salt, tier=self.tier, to_tier=self.to_tier, tenant=self.tenant,
+            everything=self.everything, older_than_s=self.older_than_s, codec=self.codec, ttl_s=self.ttl_s,
+            path=self.path, repair=self.repair,
         )  # fmt: skip
 
 

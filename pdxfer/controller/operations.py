@@ -171,6 +171,8 @@ class Operations:
             for engine in _targets(snapshot.engines, engines)
             for rank in engine.ranks
         }
+        if verb == "export" and len(parts) > 1 and "{engine}" not in args.path and "{rank}" not in args.path:
+            raise Unfit(f"{len(parts)} workers would write {args.path}: put {{engine}} and {{rank}} into the path")
         op_id = f"op-{secrets.token_hex(8)}"
         operation = _Operation(op_id, verb, args, engines, wall, now + deadline_s, parts)
         self._all[operation.id] = operation

@@ -30,7 +30,7 @@ class Scrubbed:
     repaired: int
     """Of the broken: put back from another tier, and verified."""
     gone: int
-    """Listed, but not there when they were read (evicted meanwhile)."""
+    """Listed, but not there when they were read: evicted meanwhile, or damaged and dropped by the tier itself."""
     reachable: bool = True
 
 
@@ -70,19 +70,22 @@ async def verify(
 async def _check(store: TieredStore, slot: TierSlot, key: bytes, repair: bool) -> str:
     """intact, foreign, broken, repaired or gone."""
     lease = await slot.get(key, soon(store))
-    if lease is None:
-        return "gone"
+    if lease is None:  # evicted meanwhile, or the tier's own check found it damaged and dropped it
+        return "repaired" if repair and await _put_back(store, slot, key) else "gone"
     async with lease:
         said, why = await store.workers.run(_judge, lease, key, store.coder.identity)
     if said != "broken":
         return said
     await store.reader.distrust(slot, key, why)
-    if repair:
-        others = [other for other in store.slots if other is not slot]
-        if await store.writer.bring(key, others, slot, soon(store), "") in HELD:
-            if await store.reader.check(slot, key, soon(store)) is not None:
-                return "repaired"
-    return "broken"
+    return "repaired" if repair and await _put_back(store, slot, key) else "broken"
+
+
+async def _put_back(store: TieredStore, slot: TierSlot, key: bytes) -> bool:
+    """From another tier that has it intact; verified afterwards."""
+    others = [other for other in store.slots if other is not slot]
+    if await store.writer.bring(key, others, slot, soon(store), "") not in HELD:
+        return False
+    return await store.reader.check(slot, key, soon(store)) is not None
 
 
 def _judge(lease: Lease, key: bytes, identity: bytes) -> tuple[str, str]:

@@ -99,6 +99,7 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions", lambda request: self._generate(request, "chat"))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_route("*", "/{path:.*}", self._echo)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
         await self._runner.setup()
@@ -183,6 +184,16 @@ class FakeEngine:
             for name in self.settings.served_names
         ]
         return web.json_response({"object": "list", "data": data})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        endpoint: Endpoint = "chat" if b'"messages"' in body else "completions"
+        try:
+            self._authorize(request)
+            [tokens] = fake_api.parse(endpoint, "tokenize", body, self.settings.max_model_len).prompts
+        except BadRequest as error:
+            return _error(error.status, str(error))
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self.settings.max_model_len})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -26,19 +26,15 @@ StoreVerb = Literal[
 
 
 class StoreArgs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Arguments of the store verbs; each verb reads those it knows (docs/cache.md)."""
+    """Arguments of the store verbs; each verb reads those it knows (docs/operations.md)."""
 
     tokens: Annotated[list[int], msgspec.Meta(max_length=1 << 18)] = []
     """The prompt whose prefix is meant; empty: see the other selectors."""
     salt: Id = ""
     """Cache salt of the prompt."""
-    lora: Id = ""
-    """Adapter of the prompt."""
     tier: Id = ""
     """Where; empty: every tier."""
     to_tier: Id = ""
-    to_engine: Id = ""
-    """move, copy: to another node; empty: within the node."""
     tenant: Id = ""
     everything: bool = False
     """clear, verify: all values. Never the default."""
