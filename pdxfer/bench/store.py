@@ -106,8 +106,8 @@ async def _measure(
         await arm.check()
     for _ in range(reps):
         for arm in arms:
-            for verb, seconds in (("put", await arm.put_all()), ("get", await arm.get_all())):
-                times.setdefault((arm.name, verb), []).append(seconds)
+            for verb, took in (("put", await arm.put_all()), ("get", await arm.get_all())):
+                times.setdefault((arm.name, verb), []).append(took)
     latency = {(arm.name, verb): ms for arm in arms for verb, ms in (await _latency(arm)).items()}
     for (name, verb), seconds in times.items():
         rate = load.num_bytes / statistics.median(seconds) / 1e9

@@ -1,14 +1,19 @@
-"""`pdxfer config show|check|schema|list`."""
+"""`pdxfer config show|check|schema|list|import-lmcache`."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from pdxfer.cli.options import AsJson, ConfigFiles, Sets, load_settings, new_app, print_json, print_table
+from pdxfer.cli.options import AsJson, ConfigFiles, Sets, load_settings, new_app, print_json, print_table, say
+from pdxfer.config import lmcache
 from pdxfer.config.load import find_config, packaged_configs
+from pdxfer.config.schema import Config
 from pdxfer.config.shape import json_schema
 from pdxfer.config.show import rows
+from pdxfer.core.errors import ConfigError
 
 app = new_app()
 
@@ -78,3 +83,28 @@ def list_(as_json: AsJson = False) -> None:
         print_json(found)
     else:
         print_table(["NAME", "FILE"], [[name, file] for name, file in found.items()])
+
+
+@app.command("import-lmcache")
+def import_lmcache(
+    file: Annotated[
+        Path | None, typer.Argument(help="LMCache's YAML; default: what LMCACHE_CONFIG_FILE names.", show_default=False)
+    ] = None,
+) -> None:
+    """LMCache's settings (its YAML and LMCACHE_* of the environment) as a configuration of ours, on stdout.
+
+    What has no counterpart is listed on stderr. Example: pdxfer config import-lmcache lmcache.yaml > pdxfer.yaml
+    """
+    given = file or Path(os.environ.get("LMCACHE_CONFIG_FILE", ""))
+    try:
+        text = given.read_text(encoding="utf-8") if str(given) != "." else ""
+    except OSError as error:
+        raise ConfigError(f"{given}: {error.strerror}; name LMCache's YAML file") from error
+    converted = lmcache.convert(lmcache.read(text, str(given), os.environ))
+    try:
+        msgspec.convert(converted.tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{given}: a value of LMCache's is not one of ours: {error}") from error
+    print(converted.to_yaml(), end="")
+    for note in converted.notes:
+        say(f"not taken over: {note}")
