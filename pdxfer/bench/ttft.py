@@ -45,7 +45,7 @@ async def _main(options: Options, argv: Sequence[str]) -> int:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     report = TtftReport(argv)
-    prompts = Prompts(_Tokenizer(options.model))
+    prompts = Prompts(ModelTokenizer(options.model))
     place: AbstractContextManager[LinkPlan | None] = ttft_link.link(options.link) if options.link else nullcontext()
     arms: dict[str, Measured] = {}
     equality: Equality | None = None
@@ -123,7 +123,7 @@ def _time_socket(measured: Measured, plan: LinkPlan | None) -> None:
         measured.socket_s[length] = min(ttft_link.socket_seconds(plan, moved) for _ in range(_SOCKET_REPS))
 
 
-class _Tokenizer:
+class ModelTokenizer:
     """The model's tokenizer as Prompts uses it."""
 
     def __init__(self, model: Path) -> None:

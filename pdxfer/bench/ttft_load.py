@@ -78,6 +78,13 @@ class Client:
             await _check(response)
             return dict(await response.json())
 
+    async def text(self, url: str) -> str:
+        """The body there."""
+        assert self._session is not None
+        async with _translated(url), self._session.get(url) as response:
+            await _check(response)
+            return await response.text()
+
     async def post(self, url: str, body: Mapping[str, Any], request_id: str) -> tuple[dict[str, Any], str]:
         """A JSON answer and its timeline header (empty if it has none)."""
         assert self._session is not None

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 120.0
 """A large disk index takes a while to read; no tier takes this long."""
-CLOSE_S = 5.0
+CLOSE_S = 3.0
+"""vLLM kills a worker that takes longer than 5 s to leave."""
 OWN_DIRECTORY = ("file", "disk", "lmdb", "sqlite")
 """Tiers of which one process at a time may use a directory."""
 

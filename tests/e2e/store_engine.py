@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,9 +55,16 @@ class StoreEngine:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:])
 
     def kill(self) -> None:
-        """kill -9 of the whole launch."""
+        """kill -9 of the whole launch; its engine is gone, and its port free, when this returns."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self._port)):
+                    return
+            time.sleep(0.05)
+        pytest.fail("the engine outlived its launch")
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
