@@ -7,6 +7,7 @@ from tiered_kit import IDENTITY, chunk, key, raw, rig, until, wanted
 
 from pdxfer.config.store import TierConfig
 from pdxfer.core.errors import ConfigError
+from pdxfer.store.events import Mirror
 
 
 async def test_a_saved_chunk_is_found_and_loaded():
@@ -210,3 +211,35 @@ async def test_an_unknown_codec_is_named_at_start():
     with pytest.raises(ConfigError, match="redis.*lossles.*did you mean lossless"):
         async with rig(TierConfig(url="redis://h", codec="lossles"), kinds=("redis",), identity=IDENTITY):
             raise AssertionError
+
+
+async def test_what_others_put_into_shared_memory_becomes_known(monkeypatch: pytest.MonkeyPatch):
+    """By a lookup at once; to listeners after the next listing."""
+    monkeypatch.setattr("pdxfer.store.tiered.RELIST_S", 0.0)
+    async with rig(kinds=("dram",)) as r, rig(kinds=("dram",)) as other:
+        await other.saved("theirs", "more")
+        r.memory(0).values.update(other.memory(0).values)
+        assert await r.found("theirs") == ["dram"]
+        mirror = Mirror()
+        r.store.subscribe(mirror.apply)
+        assert key("theirs") in mirror and key("more") not in mirror
+        await r.store.tick()
+        assert key("more") in mirror
+
+
+async def test_a_listener_with_a_bug_ends_nothing(caplog: pytest.LogCaptureFixture):
+    """It is logged, and the others are told the next time."""
+    async with rig() as r:
+        heard: list[bytes] = []
+
+        def broken(batch):
+            raise ZeroDivisionError
+
+        end = r.store.subscribe(lambda batch: heard.extend(batch.added))
+        r.store.events._listeners.insert(0, broken)
+        await r.saved("a")
+        await until(lambda: "housekeeping failed" in caplog.text, "the ticker to log it")
+        r.store.events._listeners.remove(broken)
+        await r.saved("b")
+        await until(lambda: key("b") in heard, "the other listener to hear")
+        end()

@@ -113,7 +113,7 @@ class Mirror:
 
     def __init__(self) -> None:
         self._tiers: dict[str, set[bytes]] = {}
-        self._seq: int | None = None
+        self._seq = 0
 
     def apply(self, batch: Batch) -> bool:
         """False: a batch is missing (this one was ignored); a snapshot is needed."""
@@ -121,7 +121,7 @@ class Mirror:
             self._tiers[batch.tier] = set(batch.added)
             self._seq = batch.seq
             return True
-        if self._seq is None or batch.seq > self._seq + 1:
+        if batch.seq > self._seq + 1:
             return False
         keys = self._tiers.setdefault(batch.tier, set())
         keys.difference_update(batch.evicted)

@@ -80,6 +80,8 @@ class TierSlot:
         """hits, misses, stored, corrupt, late, raised, skipped, dropped, lost, promoted, written_back."""
         self.direct = isinstance(tier, DramTier)
         """Memory of this process: calls end by themselves, mostly at once."""
+        self.shared = self.in_memory and not self.direct
+        """Other processes write here, too: what they add is learnt by listing."""
         self._notices = tier if isinstance(tier, EvictionNotices) else None
         self._clock = clock
         self.reads, self.writes = Breaker(), Breaker()

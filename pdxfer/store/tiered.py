@@ -29,8 +29,11 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Events are told, evictions asked for, stopped tiers probed and write-back begun this often."""
+RELIST_S = 5.0
+"""What other processes added to shared memory is known after this; `lookup` knows at once."""
 SCAN_PAGE = 4096
 SCAN_TIMEOUT_S = 5.0
+CLOSE_TIER_S = 5.0
 PREFETCH_AT_ONCE = 4
 """Chunks of one prefetch in flight."""
 
@@ -63,6 +66,8 @@ class TieredStore:
         )  # fmt: skip
         self.reader.promote = self.writer.promote
         self._loads = 0
+        self._listed: dict[str, float] = {}
+        """When each local tier was last looked through."""
         self._cares: dict[str, asyncio.Task[None]] = {}
         """Slow housekeeping, one task a tier: one that hangs does not hold up the others."""
         self._prefetches: dict[str, set[asyncio.Task[int]]] = {}
@@ -94,8 +99,17 @@ class TieredStore:
         await self.writer.close()
         for slot in reversed(self.slots):
             await slot.settle(deadline)
-            await slot.tier.close()
+            await self._close_tier(slot)
         self.workers.close()
+
+    async def _close_tier(self, slot: TierSlot) -> None:
+        closing = asyncio.ensure_future(slot.tier.close())
+        await asyncio.wait((closing,), timeout=CLOSE_TIER_S)
+        if not closing.done():
+            log.warning("store: tier %s did not close within %g s; left behind", slot.name, CLOSE_TIER_S)
+            closing.cancel()
+        elif not closing.cancelled() and (error := closing.exception()) is not None:
+            log.error("store: tier %s raised %r at close", slot.name, error)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +241,10 @@ class TieredStore:
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._quick_round()
+            try:
+                self._quick_round()
+            except Exception:  # a listener's bug must not end our housekeeping
+                log.exception("store: housekeeping failed: please report this")
             for slot in self.slots:
                 if slot.name not in self._cares or self._cares[slot.name].done():
                     self._cares[slot.name] = asyncio.create_task(self._care(slot))
@@ -235,7 +252,9 @@ class TieredStore:
     async def _care(self, slot: TierSlot) -> None:
         """What may take time: see whether a stopped tier is back; list what a local one holds."""
         await slot.probe()
-        if slot.name in self.writer.unlisted:
+        now = self.clock.now()
+        if slot.name in self.writer.unlisted or (slot.shared and now >= self._listed.get(slot.name, now) + RELIST_S):
+            self._listed[slot.name] = now
             await self._list(slot)
 
     async def _list(self, slot: TierSlot) -> None:
