@@ -7,6 +7,7 @@ it are dropped (store mode).
 import logging
 import queue
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 from pdxfer.connector.settings import ConnectorSettings
@@ -45,6 +46,8 @@ class Member:
         self.incarnation = new_incarnation()
         self.free_blocks = facts.num_blocks
         """Blocks a new request may take; the hooks keep it current, heartbeats report it."""
+        self.totals: Counter[str] = Counter()
+        """Everything counted since the start, for heartbeats."""
         self._fingerprints: dict[int, dict[str, str]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -130,7 +133,12 @@ class Member:
         ]
 
     def _beat(self) -> Heartbeat:
-        return Heartbeat(incarnation=self.incarnation, wall=self._clock.wall(), free_blocks=self.free_blocks)
+        return Heartbeat(
+            incarnation=self.incarnation,
+            wall=self._clock.wall(),
+            free_blocks=self.free_blocks,
+            counts=dict(self.totals),
+        )
 
     def _on_link(self, up: bool) -> None:
         level = logging.INFO if up else logging.WARNING

@@ -14,7 +14,7 @@ from pdxfer.connector.compat import Request, SchedulerOutput
 from pdxfer.connector.mirror import Mirror
 from pdxfer.connector.references import References
 from pdxfer.connector.requests import computed_before
-from pdxfer.connector.save_policy import Offer, SavePolicy
+from pdxfer.connector.save_policy import Nothing, Offer, SavePolicy
 from pdxfer.node.plan import SavePlan
 from pdxfer.wire.store_facts import Saved
 
@@ -118,26 +118,26 @@ class Saves:
             plans += self._tail(saving, request.num_prompt_tokens)
         return plans
 
-    def _full(self, saving: _Saving, over: bool = False) -> list[SavePlan]:
+    def _full(self, saving: _Saving, over: bool = False, force: bool = False) -> list[SavePlan]:
         """Complete chunks that were not offered yet, as far as there is room."""
         plans: list[SavePlan] = []
         for chunk in saving.chunks.full(saving.num_final)[saving.num_offered :]:
             if not self._has_room:
                 break
-            plans += self._offer(saving, chunk, over)
+            plans += self._offer(saving, chunk, over, force)
             saving.num_offered += 1
         return plans
 
-    def _tail(self, saving: _Saving, end: int, over: bool = False) -> list[SavePlan]:
+    def _tail(self, saving: _Saving, end: int, over: bool = False, force: bool = False) -> list[SavePlan]:
         """The whole blocks of the incomplete chunk that ends with `end` tokens."""
         chunk = saving.chunks.tail(end)
-        return self._offer(saving, chunk, over) if chunk is not None and self._has_room else []
+        return self._offer(saving, chunk, over, force) if chunk is not None and self._has_room else []
 
-    def _offer(self, saving: _Saving, chunk: RankChunk, over: bool) -> list[SavePlan]:
+    def _offer(self, saving: _Saving, chunk: RankChunk, over: bool, force: bool) -> list[SavePlan]:
         first, last = chunk[0].first_token // self._block_size, chunk[0].end // self._block_size
         block_ids = tuple(saving.table[first:last])
         offer: Offer = (chunk, block_ids)
-        if self._is_there(chunk) or len(block_ids) < last - first or not self._policy.wants(offer):
+        if self._is_there(chunk) or len(block_ids) < last - first or not (force or self._policy.wants(offer)):
             return []
         return self._plan(offer, over)
 
@@ -168,13 +168,15 @@ class Saves:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _preempted(self, request_id: str) -> list[SavePlan]:
-        """Its blocks were freed in this step: those not handed out again still hold its KV, and are saved."""
+        """Its blocks were freed in this step: those not handed out again still hold its KV, and are saved, whatever
+        the policy: it will ask for them."""
         saving = self._requests.get(request_id)
-        if saving is None:
+        if saving is None or isinstance(self._policy, Nothing):
             return []
         kept = list(itertools.takewhile(lambda block_id: self._references.kept([block_id]), saving.table))
-        saving.num_final = min(saving.num_final, len(kept) * self._block_size)
-        plans = self._full(saving, over=True) + self._tail(saving, saving.num_final, over=True)
+        saving.num_final, saving.num_offered = min(saving.num_final, len(kept) * self._block_size), 0
+        plans = self._full(saving, over=True, force=True)
+        plans += self._tail(saving, saving.num_final, over=True, force=True)
         saving.num_offered, saving.tail_end, saving.table, saving.num_final = 0, 0, [], 0
         return plans
 

@@ -159,7 +159,9 @@ class SchedulerHalf:
         self._sends.num_sent = self._sends.num_unsent = 0
         if self._store is not None:
             counters |= self._store.take_counters()
-        return counters | {k: v for k, v in (("sent_transfers", sent), ("unsent_transfers", unsent)) if v}
+        counters |= {k: v for k, v in (("sent_transfers", sent), ("unsent_transfers", unsent)) if v}
+        self._member.totals.update({name: int(value) for name, value in counters.items()})
+        return counters
 
     # ---- inbox -------------------------------------------------------------------------------------------------------
 

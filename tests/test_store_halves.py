@@ -1,0 +1,428 @@
+"""The store in the scheduler half: what is asked, claimed, loaded and saved, and that everything comes back.
+
+vLLM's classes are only needed for their names; requests and the pool are small fakes. Importing them takes seconds, so
+these tests are not in the fast tier.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdxfer.config.store import StoreConfig, TierConfig
+from pdxfer.testing.fake_clock import FakeClock
+from pdxfer.wire.store_facts import Find, Found, Held, Load, Loaded, Prefetch, Saved, Unload
+
+pytestmark = pytest.mark.slow
+
+BLOCK, CHUNK = 16, 32
+IDENTITY = bytes(range(16))
+
+
+@dataclass
+class Request:
+    """What we read of vLLM's."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    skip_reading_prefix_cache: bool = False
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
+    resumable: bool = False
+    status: Any = field(default_factory=lambda: SimpleNamespace(name="FINISHED_STOPPED"))
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.all_token_ids[: self.num_prompt_tokens]
+
+
+class Member:
+    """Collects what would be sent."""
+
+    incarnation = 1
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Any]] = []
+        self.router: list[Any] = []
+
+    def tell_worker(self, rank: int, message: Any) -> None:
+        self.sent.append((rank, message))
+
+    def tell_workers(self, message: Any) -> None:
+        self.sent.append((-1, message))
+
+    def tell_router(self, message: Any) -> None:
+        self.router.append(message)
+
+    def stamp(self, *_: Any) -> None:
+        pass
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+
+class Pool:
+    """vLLM's block pool, as far as references go."""
+
+    def __init__(self, num_blocks: int = 64) -> None:
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0, block_hash=f"h{i}") for i in range(num_blocks)]
+
+    def touch(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+
+    @property
+    def held(self) -> list[int]:
+        return [block.block_id for block in self.blocks if block.ref_cnt]
+
+
+class Engine:
+    """The halves' parts, put together as scheduler_half.py does."""
+
+    def __init__(self, world_size: int = 1, **config: Any) -> None:
+        from pdxfer.connector.member import EngineFacts
+        from pdxfer.connector.receives import Receives
+        from pdxfer.connector.references import References
+        from pdxfer.connector.store_half import StoreHalf
+
+        self.clock, self.member, self.pool = FakeClock(), Member(), Pool()
+        facts = EngineFacts(
+            model="m", served_names=["m"], num_blocks=64, block_size=BLOCK, max_model_len=4096, world_size=world_size,
+            max_step_blocks=4, plans_ready_hits=True,
+        )  # fmt: skip
+        references = References()
+        references.bind(self.pool)  # type: ignore[arg-type]
+        settings = StoreConfig(enabled=True, **config)
+        self.store = StoreHalf(settings, CHUNK, facts, self.member, references, self.clock)  # type: ignore[arg-type]
+        self.store.grid.identities.update({rank: bytes([rank]) + IDENTITY[1:] for rank in range(world_size)})
+        self.receives = Receives("e", facts, self.member, references, self.store.loads, self.clock)  # type: ignore[arg-type]
+
+    def hold(self, chunks: list[Any], tier: str = "dram") -> None:
+        for rank in range(self.store.grid.world_size):
+            self.store.mirror.apply(Held(rank=rank, tier=tier, added=[chunk[rank].key for chunk in chunks]))
+
+    def keys(self, request: Request) -> list[Any]:
+        from pdxfer.connector.chunks import PromptChunks
+
+        chunks = PromptChunks(request, self.store.grid)  # type: ignore[arg-type]
+        tail = chunks.tail(request.num_tokens)
+        return chunks.full(request.num_tokens) + ([tail] if tail else [])
+
+    def ask(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
+        return self.receives.matched_tokens(request, computed)  # type: ignore[arg-type]
+
+    def allocate(self, request: Request, table: list[int], external: int) -> None:
+        blocks = SimpleNamespace(get_block_ids=lambda: (table,))
+        self.receives.allocated(request, blocks, external)  # type: ignore[arg-type]
+
+    def step(self, request: Request, begin: int, count: int, table: list[int], preempted: tuple[str, ...] = ()) -> Any:
+        scheduled = {request.request_id: count} if count else {}
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            preempted_req_ids=set(preempted),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(scheduled), num_computed_tokens=[begin] * len(scheduled)
+            ),
+            scheduled_new_reqs=[],
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (table,)),
+        )
+        return self.store.saves.plan(output)  # type: ignore[arg-type]
+
+    def report(self, *invalid: int) -> set[str]:
+        output = SimpleNamespace(finished_recving=None, invalid_block_ids=set(invalid))
+        self.receives.report(output)  # type: ignore[arg-type]
+        return output.finished_recving or set()
+
+
+def loaded(load: Load, num_valid: int, rank: int = 0, reason: str = "") -> Loaded:
+    return Loaded(
+        rank=rank, load_id=load.load_id, num_valid=num_valid, num_bytes=0, num_chunks=0, wall=0.0, reason=reason
+    )
+
+
+def prompt(num_tokens: int, name: str = "r", first: int = 0) -> Request:
+    return Request(name, list(range(first, first + num_tokens)))
+
+
+# ---- loads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_miss_asks_nobody_and_waits_for_nothing() -> None:
+    engine = Engine()
+    request = prompt(100)
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert engine.ask(request) == (0, False)
+    assert engine.member.sent == []
+
+
+def test_a_hit_is_loaded_into_the_blocks_that_the_engine_lacks() -> None:
+    """One of the prompt's blocks is there: the first chunk's second half is loaded, and the incomplete last chunk."""
+    engine, request = Engine(), prompt(100)
+    engine.hold(engine.keys(request))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert engine.ask(request, BLOCK) == (96 - BLOCK, True)
+    engine.allocate(request, [7, 11, 12, 13, 14, 15, 16], 96 - BLOCK)
+    (load,) = engine.member.of(Load)
+    assert (load.skip_blocks, load.num_blocks, load.block_ids) == (1, [2, 2, 2], [11, 12, 13, 14, 15])
+    engine.receives.rank_loaded(loaded(load, 5))
+    assert engine.report() == {"r"} and engine.report() == set(), "reported exactly once"
+    assert engine.ask(request, 96) == (0, False)
+
+
+def test_a_whole_prompt_may_come_from_the_store() -> None:
+    """vLLM recomputes its last token by itself."""
+    engine, request = Engine(), prompt(64)
+    engine.hold(engine.keys(request))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert engine.ask(request) == (64, True)
+
+
+def test_a_short_load_is_a_verdict_block_exact_and_then_a_report() -> None:
+    engine, request = Engine(), prompt(96)
+    engine.hold(engine.keys(request))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    engine.ask(request)
+    engine.allocate(request, [1, 2, 3, 4, 5, 6], 96)
+    (load,) = engine.member.of(Load)
+    engine.receives.rank_loaded(loaded(load, 2, reason="gone"))
+    assert engine.report() == set(), "no report before the verdict"
+    verdict = engine.receives.take_verdicts(SimpleNamespace(num_scheduled_tokens={}))  # type: ignore[arg-type]
+    assert verdict == (3, 4, 5, 6)
+    assert engine.report(*verdict) == {"r"}
+
+
+def test_a_key_that_is_said_to_be_there_and_never_is_ends_in_computing() -> None:
+    """At most three loads; the mirror is not believed for ever."""
+    engine, request = Engine(), prompt(96)
+    engine.hold(engine.keys(request))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    rounds = 0
+    while engine.ask(request) != (0, False):
+        rounds += 1
+        engine.allocate(request, [1, 2, 3, 4, 5, 6], 96)
+        engine.receives.rank_loaded(loaded(engine.member.of(Load)[-1], 0, reason="gone"))
+        verdict = engine.receives.take_verdicts(SimpleNamespace(num_scheduled_tokens={}))  # type: ignore[arg-type]
+        assert engine.report(*verdict) == {"r"}
+    assert rounds == 3
+
+
+def test_an_aborted_load_is_reported_at_once_and_its_blocks_come_back_when_it_is_quiet() -> None:
+    engine, request = Engine(), prompt(96)
+    engine.hold(engine.keys(request))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    engine.ask(request)
+    engine.allocate(request, [1, 2, 3, 4, 5, 6], 96)
+    engine.receives.request_over(request)  # type: ignore[arg-type]
+    assert engine.pool.held == [1, 2, 3, 4, 5, 6] and len(engine.member.of(Unload)) == 1
+    assert engine.report() == {"r"}
+    assert engine.pool.held == [1, 2, 3, 4, 5, 6], "a chunk may still be written into them"
+    engine.receives.rank_loaded(loaded(engine.member.of(Load)[0], 2, reason="stopped"))
+    assert engine.report() == set() and engine.pool.held == []
+
+
+def test_a_load_that_never_ends_is_taken_back_at_its_deadline() -> None:
+    engine, request = Engine(load_timeout_s=2.0), prompt(96)
+    engine.hold(engine.keys(request))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    engine.ask(request)
+    engine.allocate(request, [1, 2, 3, 4, 5, 6], 96)
+    engine.clock.advance(3.5)
+    engine.receives.check_deadlines(engine.clock.now())
+    assert len(engine.member.of(Unload)) == 1
+
+
+def test_all_ranks_or_none() -> None:
+    """A chunk that one of two ranks lacks is no hit; a load is as good as its worst rank."""
+    engine, request = Engine(world_size=2), prompt(96)
+    chunks = engine.keys(request)
+    engine.hold(chunks)
+    engine.store.mirror.apply(Held(rank=1, tier="dram", removed=[chunks[2][1].key]))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert engine.ask(request) == (64, True)
+    engine.allocate(request, [1, 2, 3, 4], 64)
+    loads = {rank: message for rank, message in engine.member.sent if isinstance(message, Load)}
+    assert loads[0].keys != loads[1].keys
+    engine.receives.rank_loaded(loaded(loads[0], 4, rank=0))
+    engine.receives.rank_loaded(loaded(loads[1], 2, rank=1, reason="gone"))
+    verdict = engine.receives.take_verdicts(SimpleNamespace(num_scheduled_tokens={}))  # type: ignore[arg-type]
+    assert verdict == (3, 4)
+
+
+def test_slow_tiers_are_asked_and_waited_for_until_the_deadline() -> None:
+    remote = [TierConfig(url="dram:"), TierConfig(url="redis://h")]
+    engine, request = Engine(tiers=remote, lookup_timeout_s=0.2), prompt(96)
+    engine.hold(engine.keys(request)[:1])
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    (find,) = engine.member.of(Find)
+    assert len(find.keys) == 2 and engine.ask(request) == (None, False)
+    engine.store.apply(Found(rank=0, find_id=find.find_id, num_keys=1))
+    assert engine.ask(request) == (64, True)
+    late = prompt(96, "late", first=5000)
+    engine.store.on_new_request(late)  # type: ignore[arg-type]
+    assert engine.ask(late) == (None, False)
+    engine.clock.advance(0.3)
+    assert engine.ask(late) == (0, False)
+
+
+def test_a_request_that_has_to_wait_is_brought_closer_and_forgotten_when_it_goes() -> None:
+    engine, request = Engine(), prompt(96)
+    engine.hold(engine.keys(request), "disk")
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    engine.store.lookups.step_over()
+    engine.store.lookups.step_over()
+    engine.store.request_over(request, [])  # type: ignore[arg-type]
+    assert [(p.on, len(p.keys)) for p in engine.member.of(Prefetch)] == [(True, 3), (False, 0)]
+
+
+def test_ten_thousand_lookups_leave_nothing_behind() -> None:
+    """Aborted before, during and after the load."""
+    engine = Engine()
+    base = prompt(96)
+    engine.hold(engine.keys(base))
+    for index in range(10_000):
+        request = prompt(96, f"r{index}")
+        engine.store.on_new_request(request)  # type: ignore[arg-type]
+        if index % 3:
+            engine.ask(request)
+            engine.allocate(request, [1, 2, 3, 4, 5, 6], 96)
+        if index % 3 == 2:
+            engine.receives.rank_loaded(loaded(engine.member.sent[-1][1], 6))
+        engine.receives.request_over(request)  # type: ignore[arg-type]
+        engine.store.request_over(request, [])  # type: ignore[arg-type]
+        if index % 3 == 1:
+            load = next(m for _, m in engine.member.sent if isinstance(m, Load))
+            engine.receives.rank_loaded(loaded(load, 1, reason="stopped"))
+        engine.report()
+        engine.member.sent.clear()
+    assert engine.pool.held == [] and not engine.receives.unsettled
+    assert not engine.store.loads._pending and not engine.store.lookups._lookups and not engine.receives._by_request
+
+
+# ---- saves ---------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_planned_when_they_are_complete_and_held_until_copied() -> None:
+    engine, request = Engine(), prompt(100)
+    table = [1, 2, 3, 4, 5, 6, 7]
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    first = engine.step(request, 0, 40, table)
+    rest = engine.step(request, 40, 60, table)
+    assert [p.block_ids for p in (*first, *rest)] == [(1, 2), (3, 4), (5, 6)]
+    assert [p.num_tokens for p in rest] == [32, 32]
+    assert engine.pool.held == [1, 2, 3, 4, 5, 6] and engine.store.saves.must_step
+    ids = [p.save_id for p in (*first, *rest)]
+    engine.store.apply(Saved(rank=0, save_ids=ids, num_bytes=1, num_dropped=0))
+    assert engine.pool.held == [] and not engine.store.saves.must_step
+
+
+def test_what_the_tiers_have_is_not_saved_again() -> None:
+    engine, request = Engine(), prompt(96)
+    engine.hold(engine.keys(request)[:2])
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    plans = engine.step(request, 0, 96, [1, 2, 3, 4, 5, 6])
+    assert [p.block_ids for p in plans] == [(5, 6)]
+
+
+def test_two_equal_prompts_in_one_step_are_saved_once() -> None:
+    engine, one, two = Engine(), prompt(64, "one"), prompt(64, "two")
+    for request in (one, two):
+        engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert len(engine.step(one, 0, 64, [1, 2, 3, 4])) == 2
+    assert len(engine.step(two, 0, 64, [1, 2, 3, 4])) == 0
+
+
+@pytest.mark.parametrize(("decoded", "tail"), [(True, [(3, 4)]), (False, [])])
+def test_what_was_generated_is_saved_at_the_end_of_the_turn(decoded: bool, tail: list[tuple[int, ...]]) -> None:
+    """40 tokens of prompt, 30 generated: 69 are final; the chunk [32, 64) is complete."""
+    engine = Engine(save_decoded=decoded)
+    request = Request("r", list(range(40)))
+    table = [1, 2, 3, 4, 5]
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert [p.block_ids for p in engine.step(request, 0, 40, table)] == [(1, 2)]
+    request.all_token_ids += list(range(900, 930))
+    request.num_computed_tokens = 69
+    engine.store.request_over(request, table)  # type: ignore[arg-type]
+    assert [p.block_ids for p in engine.step(request, 0, 0, table)] == tail
+
+
+def test_saves_that_find_no_room_are_tried_again_and_counted_at_the_end() -> None:
+    engine, request = Engine(max_pending_saves=1), prompt(128)
+    table = [1, 2, 3, 4, 5, 6, 7, 8]
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    (one,) = engine.step(request, 0, 128, table)
+    engine.store.apply(Saved(rank=0, save_ids=[one.save_id], num_bytes=1, num_dropped=0))
+    (two,) = engine.step(request, 128, 1, table)
+    assert (one.block_ids, two.block_ids) == ((1, 2), (3, 4))
+    request.num_computed_tokens = 128
+    request.all_token_ids.append(7)
+    engine.store.request_over(request, table)  # type: ignore[arg-type]
+    assert engine.store.take_counters()["dropped_saves"] == 2
+
+
+def test_a_preempted_request_is_saved_as_far_as_its_blocks_are_still_there() -> None:
+    """Policy second_sight has not saved it; blocks 5 and 6 were handed out again in the same step."""
+    engine, request = Engine(save="second_sight"), prompt(112)
+    table = [1, 2, 3, 4, 5, 6, 7]
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert engine.step(request, 0, 112, table) == ()
+    engine.pool.blocks[5].ref_cnt = 1
+    plans = engine.step(request, 0, 0, [], preempted=("r",))
+    assert [p.block_ids for p in plans] == [(1, 2), (3, 4)]
+    assert engine.store.saves.holds_blocks
+
+
+def test_second_sight_saves_a_prefix_when_it_comes_again() -> None:
+    engine, one, two = Engine(save="second_sight"), prompt(64, "one"), prompt(64, "two")
+    for request, count in ((one, 0), (two, 2)):
+        engine.store.on_new_request(request)  # type: ignore[arg-type]
+        assert len(engine.step(request, 0, 64, [1, 2, 3, 4])) == count
+
+
+def test_on_gpu_eviction_saves_what_the_pool_hands_out_next() -> None:
+    """Remembered until one of its blocks comes to the head of the free queue, unless it holds something else by then."""
+    engine, request = Engine(save="on_gpu_eviction"), prompt(64)
+    head = SimpleNamespace(block_id=-1, next_free_block=None)
+    engine.pool.free_block_queue = SimpleNamespace(fake_free_list_head=head)  # type: ignore[attr-defined]
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert engine.step(request, 0, 64, [1, 2, 3, 4]) == ()
+    engine.pool.blocks[3].block_hash = "other"
+    tail = SimpleNamespace(block_id=-1, next_free_block=None)
+    for block_id, after in ((4, tail), (2, engine.pool.blocks[4])):
+        engine.pool.blocks[block_id].next_free_block = after
+    head.next_free_block = engine.pool.blocks[2]
+    assert [p.block_ids for p in engine.step(request, 64, 1, [1, 2, 3, 4])] == [(1, 2)]
+
+
+def test_every_rank_has_to_copy_before_blocks_come_back() -> None:
+    engine, request = Engine(world_size=2), prompt(32)
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    (plan,) = engine.step(request, 0, 32, [1, 2])
+    assert len(set(plan.keys)) == 2
+    engine.store.apply(Saved(rank=1, save_ids=[plan.save_id], num_bytes=1, num_dropped=0))
+    assert engine.pool.held == [1, 2]
+    engine.store.apply(Saved(rank=0, save_ids=[plan.save_id], num_bytes=1, num_dropped=0))
+    assert engine.pool.held == []
+
+
+def test_salt_is_part_of_every_key() -> None:
+    engine = Engine()
+    plain, salted = prompt(64), Request("s", list(range(64)), cache_salt="tenant")
+    assert not {c[0].key for c in engine.keys(plain)} & {c[0].key for c in engine.keys(salted)}
