@@ -73,6 +73,9 @@ def proxy_settings(config: Config) -> ProxySettings:
         transfer_timeout_s=config.transport.deadline_s,
         max_body_bytes=int(proxy.max_body_mib * (1 << 20)),
         max_in_flight=proxy.max_in_flight,
+        otlp_endpoint=config.metrics.otlp_endpoint,
+        trace_sample=config.metrics.trace_sample,
+        timeline_entries=config.metrics.timelines,
         drain_timeout_s=proxy.drain_timeout_s,
     )
 

@@ -3,9 +3,14 @@
 import threading
 from collections import Counter
 
-from pdxfer.metrics.catalog import MetricSet
+from pdxfer.controller.history import stages_ms
+from pdxfer.controller.members import render_members
+from pdxfer.metrics.catalog import EVENTS, MetricSet
 from pdxfer.metrics.exporter import render
+from pdxfer.router.events import Observed
+from pdxfer.router.server import EventRecord
 from pdxfer.router.snapshot import Snapshot
+from pdxfer.wire.messages import Served
 
 _STATES = ("joining", "ready", "draining", "suspect")
 _ROLES = ("prefill", "decode", "both", "unknown")
@@ -24,13 +29,23 @@ class RouterMetrics:
         with self._lock:
             self._count(snapshot)
             self._gauge(snapshot)
-            return render(self._metrics)
+            return render(self._metrics) + render_members(snapshot)
+
+    def on_router(self, item: Observed | EventRecord) -> None:
+        """The router's thread: an event, or a request that is over."""
+        if isinstance(item, EventRecord):
+            if item.kind in EVENTS:
+                self._metrics.inc("pdxfer_router_events_total", kind=item.kind)
+        elif isinstance(item.report, Served) and item.report.mode in ("pair", "local"):
+            for stage, ms in stages_ms(item.report).items():
+                self._metrics.observe("pdxfer_router_stage_seconds", ms / 1000, mode=item.report.mode, stage=stage)
 
     def _count(self, snapshot: Snapshot) -> None:
         for value, total in snapshot.answers.items():
             self._metrics.inc("pdxfer_router_answers_total", self._new("answers", value, total), answer=value)
         for value, total in snapshot.refused.items():
             self._metrics.inc("pdxfer_router_refused_total", self._new("refused", value, total), reason=value)
+        self._metrics.inc("pdxfer_router_grants_total", self._new("grants", "", snapshot.num_grants))
         for value, total in snapshot.ended.items():
             self._metrics.inc("pdxfer_router_leases_ended_total", self._new("ended", value, total), outcome=value)
         self._metrics.inc("pdxfer_router_transfer_tokens_total", self._new("tokens", "", snapshot.num_tokens))

@@ -70,6 +70,7 @@ def make_app(router: RouterServer, settings: ControllerSettings, board: Board | 
     streams, operations = Streams(board, router), Operations(router)
     app = FastAPI(title="pdxfer controller", summary="Membership, readiness, drain and metrics of one pdxfer router")
     metrics = RouterMetrics()
+    router.listeners.append(metrics.on_router)
 
     @app.exception_handler(DeadlineError)
     async def too_slow(_: Request, error: Exception) -> JSONResponse:

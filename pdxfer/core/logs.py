@@ -5,14 +5,18 @@ Inside vLLM's processes we never configure logging; our loggers inherit what vLL
 
 import json
 import logging
+import re
 import sys
 from typing import TextIO
 
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
+_TRANSFER = re.compile(r"\bt-[0-9a-f]{16}\b")
+"""A transfer id, as ids.py mints it."""
+
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message and the exception if any."""
+    """One JSON object a line: time, level, logger, message, the transfer it names and the exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -21,6 +25,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        transfer = _TRANSFER.search(str(entry["message"]))
+        if transfer is not None:
+            entry["transfer_id"] = transfer[0]
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)

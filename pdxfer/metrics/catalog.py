@@ -30,6 +30,34 @@ FALLBACKS = (
     "prompt_list", "n", "best_of", "echo", "prompt_logprobs", "beam_search", "prompt_embeds", "endpoint", "router",
     "router_unreachable",
 )  # fmt: skip
+EVENTS = (
+    "joined", "left", "suspect", "back", "drain", "undrain", "drained", "mismatch", "role", "policy", "credit_limit",
+    "lease_expired", "fell_back", "channel_open", "channel_broken", "evicted", "tier_away", "tier_back",
+    "proxy_joined", "proxy_left",
+)  # fmt: skip
+"""Kinds of event; `GET /v1/events` has their details."""
+NODE_COUNTS: dict[str, tuple[str, str]] = {
+    "received_transfers": ("transfers", "Prompts whose KV was received completely."),
+    "received_bytes": ("bytes", "KV bytes received and verified."),
+    "received_units": ("units", "Units received and verified."),
+    "failed_transfers": ("transfers", "Receives that failed; the missing tail was recomputed."),
+    "recomputed_blocks": ("blocks", "Blocks recomputed after failed receives."),
+    "fallbacks": ("prompts", "Prompts computed by decode although a prefill was paired."),
+    "sent_transfers": ("transfers", "Prompts whose KV was sent completely."),
+    "unsent_transfers": ("transfers", "Prompts whose KV was not (completely) sent."),
+    "loaded_requests": ("prompts", "Prompts of which the store filled blocks."),
+    "loaded_chunks": ("chunks", "Chunks loaded from the store and verified."),
+    "loaded_bytes": ("bytes", "KV bytes loaded from the store."),
+    "load_failures": ("loads", "Loads that came up short; the rest was computed."),
+    "saved_chunks": ("chunks", "Chunks copied out for the store."),
+    "saved_bytes": ("bytes", "KV bytes copied out for the store."),
+    "dropped_saves": ("chunks", "Chunks that were not saved: too much was waiting."),
+    "stored_values": ("values", "Values that tiers took; a chunk kept in two tiers counts twice."),
+    "corrupt_chunks": ("chunks", "Stored values that were damaged or foreign, and were removed."),
+    "corrupt_units": ("units", "Units whose digest was wrong on arrival; they were not used."),
+    "rejected_units": ("units", "Units that no live grant expected; they were not taken."),
+}
+"""What engines count and send with their heartbeats: name → unit, help. Exported as pdxfer_node_<name>_total."""
 STAGES = ("queue", "prefill", "exposed_transfer", "decode_wait", "first_decode", "ttft")
 
 
@@ -52,6 +80,20 @@ class Metric:
         """Which process exports it: the second word of the name."""
         return self.name.split("_")[1]
 
+
+_TIER_ROWS: tuple[tuple[str, Kind, str, str], ...] = (
+    ("used_bytes", "gauge", "bytes", "Bytes in use."),
+    ("capacity_bytes", "gauge", "bytes", "Limit; 0: the tier does not know."),
+    ("pinned_bytes", "gauge", "bytes", "Bytes that may not be evicted."),
+    ("stored_values", "gauge", "values", "Values there."),
+    ("held_leases", "gauge", "leases", "Values that are being read."),
+    ("unreachable_ranks", "gauge", "ranks", "Ranks whose tier does not answer."),
+    ("hits_total", "counter", "values", "Values found."),
+    ("misses_total", "counter", "values", "Values not found."),
+    ("puts_total", "counter", "values", "Values written."),
+    ("evictions_total", "counter", "values", "Values removed to make room."),
+    ("failures_total", "counter", "calls", "Calls that the medium or server failed."),
+)
 
 CATALOG: tuple[Metric, ...] = (
     Metric(
@@ -155,6 +197,45 @@ CATALOG: tuple[Metric, ...] = (
     Metric(
         name="pdxfer_router_outstanding_prefill_tokens", kind="gauge", unit="tokens",
         help="Prompt tokens paired and not computed yet, summed over prefill engines.",
+    ),
+    Metric(
+        name="pdxfer_router_grants_total", kind="counter", unit="grants",
+        help="Grants relayed from decode to prefill engines.",
+    ),
+    Metric(
+        name="pdxfer_router_events_total", kind="counter", unit="events",
+        help="Events by kind: fallbacks, broken channels (the breaker), evictions, joins, losses.",
+        labels={"kind": EVENTS},
+    ),
+    Metric(
+        name="pdxfer_router_stage_seconds", kind="histogram", unit="seconds",
+        help="Stages of the time to first token, as all proxies reported them.",
+        labels={"mode": ("pair", "local"), "stage": STAGES},
+    ),
+    *(
+        Metric(name=f"pdxfer_node_{name}_total", kind="counter", unit=unit, help=text, labels={"engine": MEMBERS})
+        for name, (unit, text) in NODE_COUNTS.items()
+    ),
+    *(
+        Metric(name=f"pdxfer_node_{name}", kind="gauge", unit=unit, help=text, labels={"engine": MEMBERS})
+        for name, unit, text in (
+            ("credit_blocks", "blocks", "KV blocks that the router would still promise of this engine."),
+            ("free_blocks", "blocks", "KV blocks of its pool that are not promised and not in use."),
+            ("running_requests", "requests", "Requests that run."),
+            ("waiting_requests", "requests", "Requests that wait."),
+            ("lag_seconds", "seconds", "How late the last heartbeat of its slowest half left."),
+            ("silent_seconds", "seconds", "Since the last word of its most silent half."),
+            ("open_channels", "channels", "Channels from its ranks to peers that are open."),
+            ("closed_channels", "channels", "Channels from its ranks to peers that could not be opened, or broke."),
+            ("known_problems", "problems", "Problems that its halves report of themselves (pdxfer nodes health)."),
+        )
+    ),
+    *(
+        Metric(
+            name=f"pdxfer_node_tier_{name}", kind=kind, unit=unit, help=text,
+            labels={"engine": MEMBERS, "tier": MEMBERS},
+        )
+        for name, kind, unit, text in _TIER_ROWS
     ),
 )  # fmt: skip
 

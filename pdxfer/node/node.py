@@ -260,7 +260,8 @@ class Node:
             for message in self._hello():
                 router.send(message)
         tiers = self.store.reports() if self.store is not None else []
-        return Heartbeat(incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers)
+        counts = {"corrupt_units": self.receiver.num_corrupt, "rejected_units": self.receiver.num_rejected}
+        return Heartbeat(incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers, counts=counts)
 
     def _on_router(self, message: FromRouter) -> None:
         match message:

@@ -12,6 +12,7 @@ from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError
 from pdxfer.metrics.catalog import MetricSet
 from pdxfer.metrics.exporter import CONTENT_TYPE, render
+from pdxfer.metrics.tracing import Tracer
 from pdxfer.proxy import access
 from pdxfer.proxy.admission import Admission
 from pdxfer.proxy.engine_http import EngineHttp
@@ -56,6 +57,7 @@ class Proxy:
         settings = self._settings
         self._pairer = self._make_pairer(self._on_notice)
         self._http = EngineHttp(settings.connect_timeout_s)
+        self._tracer = self._make_tracer()
         self._admission = Admission(settings.max_in_flight, self.metrics)
         self._readiness = Readiness(self._pairer, self._http, self._clock)
         self._engines = Engines(
@@ -77,6 +79,7 @@ class Proxy:
             admission=self._admission,
             metrics=self.metrics,
             clock=self._clock,
+            tracer=self._tracer,
         )
         await self._pairer.start()
         await self._listen()
@@ -98,7 +101,13 @@ class Proxy:
         await self._runner.cleanup()
         await self._pairer.close()
         await self._http.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         self._runner = None
+
+    def _make_tracer(self) -> Tracer | None:
+        settings = self._settings
+        return Tracer(settings.otlp_endpoint, settings.trace_sample) if settings.otlp_endpoint else None
 
     # ---- routes --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from pdxfer.core.clock import Clock
 from pdxfer.metrics.catalog import FALLBACKS, MetricSet
 from pdxfer.metrics.timeline import HEADER
+from pdxfer.metrics.tracing import Tracer
 from pdxfer.proxy import access, body, outcome
 from pdxfer.proxy.admission import Admission
 from pdxfer.proxy.body import Endpoint, Parsed
@@ -60,10 +61,11 @@ class Service:
         admission: Admission,
         metrics: MetricSet,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
         self._settings, self._pairer, self._http, self._engines = settings, pairer, http, engines
         self._routing, self._ring, self._admission = routing, ring, admission
-        self._metrics, self._clock = metrics, clock
+        self._metrics, self._clock, self._tracer = metrics, clock, tracer
         self._told: set[str] = set()
 
     async def generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
@@ -124,7 +126,7 @@ class Service:
         elif "Content-Type" in request.headers:
             headers["Content-Type"] = request.headers["Content-Type"]
         exchange = Exchange(request, entry, headers, loop.time() + self._settings.request_timeout_s)
-        with self._reported(entry), accounted(entry, self._metrics, self._clock), self._admission.enter():
+        with self._reported(entry, headers), accounted(entry, self._metrics, self._clock), self._admission.enter():
             self._ring.open(entry)
             try:
                 response = await serve(exchange)
@@ -138,12 +140,18 @@ class Service:
             return response
 
     @contextmanager
-    def _reported(self, entry: Entry) -> Iterator[None]:
-        """The router hears of every request that is over: its status page shows them."""
+    def _reported(self, entry: Entry, headers: dict[str, str]) -> Iterator[None]:
+        """The router hears of every request that is over: its status page shows them. If it is traced, both legs carry
+        its context."""
+        trace = self._tracer.begin(headers, entry.endpoint, entry.arrival) if self._tracer is not None else None
+        if trace is not None:
+            headers |= trace.headers()
         try:
             yield
         finally:
             self._pairer.send(entry.served())
+            if trace is not None:
+                trace.end(entry.facts())
 
     async def _read(self, exchange: Exchange) -> bytes:
         """The request's body."""
@@ -195,6 +203,7 @@ class Service:
             data = body.encode(parsed.json)
             return await self._local(exchange, data, parsed.model, parsed.num_tokens, parsed.local_reason, is_last)
         route = await self._routing.pair(parsed.model, parsed.num_tokens, exchange.entry.tenant, exchange.remaining_s())
+        exchange.entry.paired = self._clock.wall()
         if isinstance(route, Pairing):
             return await self._by_pair(exchange, parsed, route, is_last)
         return await self._by_one(exchange, body.encode(parsed.json), route, is_last)
@@ -204,6 +213,7 @@ class Service:
     ) -> web.StreamResponse:
         """Have one decode engine serve it, for our own reason."""
         route = await self._routing.one(model, num_tokens, exchange.entry.tenant, exchange.remaining_s(), reason)
+        exchange.entry.paired = self._clock.wall()
         return await self._by_one(exchange, data, route, is_last)
 
     async def _by_pair(self, exchange: Exchange, parsed: Parsed, pairing: Pairing, is_last: bool) -> web.StreamResponse:

@@ -47,6 +47,10 @@ class ProxySettings:
     """Admitted requests; more are answered 429."""
     timeline_hold_s: float = 30.0
     """Response headers wait at most this long for the first body byte, so that they can carry the timeline."""
+    otlp_endpoint: str = ""
+    """http://HOST:PORT of an OpenTelemetry collector; empty: no traces."""
+    trace_sample: float = 1.0
+    """Part of the requests that are traced, unless the client's traceparent decides."""
     timeline_entries: int = 1000
     """Requests whose timeline can be asked for."""
     models_ttl_s: float = 5.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdxfer.metrics.timeline import Timeline
+from pdxfer.metrics.tracing import Facts
 from pdxfer.wire.messages import Ended, EngineRef, Pairing, Served, Stamp
 
 
@@ -27,6 +28,8 @@ class Entry:
     """Engine ids of the legs."""
     decode: str = ""
     transfer_id: str = ""
+    paired: float | None = None
+    """Wall seconds when the router had answered."""
     first_byte: float | None = None
     end: float | None = None
     outcome: str = ""
@@ -61,6 +64,16 @@ class Entry:
             num_tokens=moved.num_tokens if moved is not None else 0,
             channel=moved.channel if moved is not None else "",
         )
+
+    def facts(self) -> Facts:
+        """For the trace; the request is over."""
+        served = self.served()
+        return Facts(
+            arrival=served.arrival, paired=self.paired, first_byte=served.first_byte, end=served.end,
+            stamps=served.stamps, mode=served.mode, outcome=served.outcome, request_id=served.request_id,
+            transfer_id=served.transfer_id, prefill=served.prefill, decode=served.decode, reason=served.reason,
+            channel=served.channel, num_bytes=served.num_bytes, num_tokens=served.num_tokens,
+        )  # fmt: skip
 
     def json(self) -> bytes:
         """Everything, for GET /v1/pdxfer/timeline/{request_id}."""

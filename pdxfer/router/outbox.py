@@ -34,6 +34,7 @@ class Outbox:
         self.num_tokens = 0
         """Prompt tokens that came over the wire, as decode engines reported them."""
         self.num_bytes = 0
+        self.num_grants = 0
         self.flows: dict[tuple[str, str], Flow] = {}
         """By (prefill, decode), since start."""
         self._actions: list[Action] = []

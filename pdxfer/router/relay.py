@@ -45,6 +45,7 @@ class Relay:
                 self._leases.renew(lease, now + self.lease_s)
             lease.epoch = message.epoch
             sender.credit.settle(message.transfer_id, now + REPORT_LAG_S)
+            self._out.num_grants += 1
             self._to_prefill(lease, message)
 
     def cancel_grant(self, sender: Engine, message: CancelGrant) -> None:

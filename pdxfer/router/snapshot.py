@@ -123,6 +123,8 @@ class Snapshot:
     num_tokens: int
     """Prompt tokens that came over the wire since start."""
     num_bytes: int
+    num_grants: int
+    """Relayed since start."""
     answers: dict[str, int] = field(default_factory=dict)
     """pairing, local, busy → count since start."""
     refused: dict[str, int] = field(default_factory=dict)
@@ -151,6 +153,7 @@ def take_snapshot(
         num_leases=len(leases),
         num_tokens=out.num_tokens,
         num_bytes=out.num_bytes,
+        num_grants=out.num_grants,
         answers={value: count for (name, value), count in out.counts.items() if name == "answers"},
         refused={value: count for (name, value), count in out.counts.items() if name == "refused"},
         ended={value: count for (name, value), count in out.counts.items() if name == "ended"},

@@ -186,6 +186,8 @@ class FakeEngine:
         return web.json_response({"object": "list", "data": data})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
+        if request.content_type != "application/json":
+            return await self._echo(request)
         body = await request.read()
         endpoint: Endpoint = "chat" if b'"messages"' in body else "completions"
         try:

@@ -1,0 +1,146 @@
+"""One trace from proxy through router, prefill, transfer and decode, with the times that were stamped; and its cost."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from aiohttp import web
+from proxy_rig import COMPLETION, rig
+
+from pdxfer.core.logs import JsonFormatter
+from pdxfer.metrics.catalog import MetricSet
+from pdxfer.metrics.tracing import Facts, Tracer
+from pdxfer.proxy.timeline import Entry
+from pdxfer.wire.version import encode
+
+memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+
+FACTS = Facts(
+    arrival=100.0, paired=100.01, first_byte=100.5, end=102.0, mode="pair", outcome="ok", request_id="r-1",
+    transfer_id="t-1", prefill="p0", decode="d0", channel="tcp", num_bytes=10, num_tokens=5,
+    stamps={"started": 100.05, "prefilled": 100.3, "granted": 100.06, "landed": 100.32, "scheduled": 100.35},
+)  # fmt: skip
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def spans_of(facts: Facts, headers: dict[str, str], sample: float = 1.0) -> tuple[dict[str, Any], dict[str, str]]:
+    exporter = memory.InMemorySpanExporter()
+    tracer = Tracer("", sample, exporter)
+    trace = tracer.begin(headers, "chat", facts.arrival)
+    sent = trace.headers()
+    trace.end(facts)
+    tracer._provider.force_flush()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    tracer.close()
+    return spans, sent
+
+
+def seconds(span: Any) -> tuple[float, float]:
+    return span.start_time / 1e9, span.end_time / 1e9
+
+
+def test_one_trace_with_the_right_parents_and_times() -> None:
+    """Prefill and decode hang under the request, their stages under them; the client's trace goes on."""
+    spans, sent = spans_of(FACTS, {"traceparent": PARENT})
+    assert {span.context.trace_id for span in spans.values()} == {0x0AF7651916CD43DD8448EB211C80319C}
+    parents = {span.context.span_id: name for name, span in spans.items()}
+    assert {name: parents.get(span.parent.span_id, "client") for name, span in spans.items()} == {
+        "chat": "client", "pair": "chat", "prefill": "chat", "queue": "prefill", "compute": "prefill",
+        "decode": "chat", "transfer": "decode", "wait": "decode", "first token": "decode", "stream": "decode",
+    }  # fmt: skip
+    assert seconds(spans["chat"]) == pytest.approx((100.0, 102.0))
+    assert seconds(spans["compute"]) == pytest.approx((100.05, 100.3))
+    assert seconds(spans["transfer"]) == pytest.approx((100.06, 100.32))
+    assert spans["transfer"].attributes["pdxfer.bytes"] == 10
+    assert spans["compute"].attributes["pdxfer.where"] == "p0"
+    assert sent["traceparent"].split("-")[1:3] == [PARENT.split("-")[1], f"{spans['chat'].context.span_id:016x}"]
+
+
+def test_what_was_not_stamped_has_no_span() -> None:
+    """A local request, and one that failed before its first byte."""
+    facts = Facts(arrival=1.0, paired=None, first_byte=None, end=2.0, stamps={}, mode="none", outcome="unreachable",
+                  request_id="r", transfer_id="", prefill="", decode="", reason="no router")  # fmt: skip
+    spans, _ = spans_of(facts, {})
+    assert list(spans) == ["chat"] and spans["chat"].status.description == "no router"
+
+
+def test_the_clients_sampling_decision_counts() -> None:
+    """Not sampled there: nothing here, and the legs are told so."""
+    spans, sent = spans_of(FACTS, {"traceparent": PARENT[:-2] + "00"})
+    assert spans == {} and sent["traceparent"].endswith("-00")
+    assert spans_of(FACTS, {}, sample=0.0)[0] == {}
+    assert len(spans_of(FACTS, {"traceparent": PARENT}, sample=0.0)[0]) == 10
+
+
+async def test_the_proxy_sends_its_trace_to_a_collector_and_its_context_to_both_legs() -> None:
+    """OTLP over HTTP to a real socket."""
+    received: list[bytes] = []
+
+    async def collect(request: web.Request) -> web.Response:
+        received.append(await request.read())
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", collect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with rig(settings={"otlp_endpoint": url}) as r:
+            status, _, _ = await r.post("/v1/completions", COMPLETION, {"traceparent": PARENT})
+            assert status == 200
+            await r.settled()
+            legs = [engine.counts.seen[-1].headers["traceparent"] for engine in (r.prefill, r.decode)]
+            assert legs[0] == legs[1] != PARENT and PARENT.split("-")[1] in legs[0]
+            assert r.pairer.served[-1].outcome == "ok"
+        assert any(b"stream" in body and b"pair" in body for body in received)
+    finally:
+        await runner.cleanup()
+
+
+def test_nothing_of_opentelemetry_is_imported_without_an_endpoint() -> None:
+    """The proxy's module alone does not need the extra."""
+    code = "import pdxfer.proxy.app, sys; print(any(name.startswith('opentelemetry') for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_json_logs_name_the_transfer() -> None:
+    """As a field of its own, to search by."""
+    record = logging.LogRecord("pdxfer.x", 30, "f", 1, "%s leg of %s failed", ("prefill", "t-0123456789abcdef"), None)
+    assert json.loads(JsonFormatter().format(record))["transfer_id"] == "t-0123456789abcdef"
+    record = logging.LogRecord("pdxfer.x", 30, "f", 1, "no transfer here", (), None)
+    assert "transfer_id" not in json.loads(JsonFormatter().format(record))
+
+
+def test_what_is_recorded_of_a_request_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
+    """CPU of all metric, report and trace calls of one paired request; docs/operations.md says how it was compared."""
+    tracer = Tracer("", 1.0, memory.InMemorySpanExporter())
+    metrics = MetricSet("proxy")
+    start, count = time.process_time(), 300
+    for number in range(count):
+        entry = Entry(request_id=f"r-{number}", tenant="", endpoint="chat", arrival=100.0, mode="pair", outcome="ok",
+                      prefill="p0", decode="d0", transfer_id="t-1", first_byte=100.5, end=102.0, paired=100.01,
+                      stamps=dict(FACTS.stamps))  # fmt: skip
+        trace = tracer.begin({}, "chat", 100.0)
+        trace.headers()
+        metrics.set("pdxfer_proxy_in_flight_requests", 1)
+        for stage, ms in entry.timeline().stages_ms().items():
+            metrics.observe("pdxfer_proxy_stage_seconds", ms / 1000, mode="pair", stage=stage)
+        entry.timeline().header()
+        encode(entry.served())
+        metrics.inc("pdxfer_proxy_transfers_total", outcome="delivered")
+        metrics.inc("pdxfer_proxy_transfer_bytes_total", 1000)
+        metrics.set("pdxfer_proxy_in_flight_requests", 0)
+        metrics.inc("pdxfer_proxy_requests_total", endpoint="chat", mode="pair", outcome="ok")
+        trace.end(entry.facts())
+    cost_ms = 1000 * (time.process_time() - start) / count
+    tracer.close()
+    with capsys.disabled():
+        print(f" {cost_ms:.3f} ms CPU a request ", end="")
+    assert cost_ms < 5
