@@ -3,8 +3,8 @@
 One pass writes (reads) `--mib` MiB of frames, `--depth` at once; arms take turns within one run, so that they share the
 machine's moods; medians are given. *dram* is the whole path of a save and a load (frame, checksum, copy), beside memcpy
 + xxh3 of the same bytes on one thread, and memcpy alone. *disk* is beside pread/pwrite with O_DIRECT of the same depth
-into a file of the same size. Servers are beside a raw socket that speaks their protocol (store_raw.py). Latency: one
-value at a time.
+into a file of the same size. Servers are beside a raw client on one socket that speaks their protocol (store_raw.py),
+and beside `--depth` of those in a thread each. Latency: one value at a time.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pdxfer.bench.report import Report, emit
-from pdxfer.bench.store_arms import Arm, Load, open_arms
+from pdxfer.bench.store_arms import Arm, Load
+from pdxfer.bench.store_refs import open_arms
 
 KIB = 1024
 SIZES = {"96KiB": 96 * KIB, "512KiB": 512 * KIB, "2MiB": 2048 * KIB, "8MiB": 8192 * KIB}

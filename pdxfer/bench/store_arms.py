@@ -1,32 +1,22 @@
-"""The arms of the store bench: ours and the references, each putting and getting the same frames.
+"""What an arm of the store bench is, and the two of ours: the whole path through the store, and a tier by itself.
 
-Every arm deletes what it has put before it puts again, outside the measured time.
+Every arm puts and gets the same bytes, and deletes what it has put before it puts again, outside the measured time.
 """
 
 import asyncio
-import contextlib
 import hashlib
-import importlib
-import mmap
-import os
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import xxhash
 
-from pdxfer.codec.frame import HEADER_BYTES, FrameHeader
-from pdxfer.config.store import StoreConfig, TierConfig
+from pdxfer.codec.frame import FrameHeader
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.kv.chunks import identity_digest
 from pdxfer.store.base import Outcome, Tier
 from pdxfer.store.chunk import NewChunk, Wanted
-from pdxfer.store.open import open_tier
 from pdxfer.store.tiered import TieredStore
 from pdxfer.store.transcode import Transcoder
 
@@ -79,37 +69,11 @@ class Arm(Protocol):
     async def get_one(self, index: int) -> float: ...
 
 
-@contextlib.asynccontextmanager
-async def open_arms(tier: str, url: str, load: Load) -> AsyncIterator[list[Arm]]:
-    """Ours and its references for one tier, opened; closed at the end."""
-    async with contextlib.AsyncExitStack() as stack:
-        scratch = None
-        if url.startswith("file:"):
-            parent = url.removeprefix("file://")
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdxfer-bench-", dir=parent)))
-            url = f"file://{scratch}/tier"
-        config = TierConfig(url=url, capacity_gib=max(0.0625, SLACK * load.num_bytes / (1 << 30)))
-        opened = await open_tier(config, SYSTEM_CLOCK)
-        if opened.kind == "dram":
-            store = TieredStore([opened], StoreConfig(tiers=[config]), IDENTITY, num_threads=1)
-            await store.open()
-            stack.push_async_callback(lambda: store.close(SYSTEM_CLOCK.now() + WAIT_S))
-            yield [StoreArm(store, load), MemoryArm("reference", load, True), MemoryArm("memcpy", load, False)]
-            return
-        stack.push_async_callback(opened.close)
-        arms: list[Arm] = [TierArm(opened, load)]
-        if scratch is not None:
-            arms.append(stack.enter_context(contextlib.closing(DiskArm(scratch / "raw", load))))
-        elif (raw := await _raw_arm(opened.kind, url, load, stack)) is not None:
-            arms.append(raw)
-        yield arms
-
-
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
-class _Ours:
-    """What arms on an event loop share: `_put` and `_get` of one chunk."""
+class LoopArm:
+    """What arms on an event loop share; subclasses say how one chunk is put, got and deleted."""
 
     name = "pdxfer"
 
@@ -167,7 +131,7 @@ class _Ours:
         raise NotImplementedError
 
 
-class StoreArm(_Ours):
+class StoreArm(LoopArm):
     """Save and load of the tiered store: frame, checksum, copy."""
 
     def __init__(self, store: TieredStore, load: Load) -> None:
@@ -198,7 +162,7 @@ class StoreArm(_Ours):
         await self._store.slots[0].delete(keys, _soon())
 
 
-class TierArm(_Ours):
+class TierArm(LoopArm):
     """Put and get of the tier itself, with sealed frames; a get ends with the bytes in the tier's buffer."""
 
     def __init__(self, tier: Tier, load: Load) -> None:
@@ -230,128 +194,6 @@ class TierArm(_Ours):
 
     async def _delete(self, keys: list[bytes]) -> None:
         await self._tier.delete(keys, _soon())
-
-
-# ---- references ------------------------------------------------------------------------------------------------------
-
-
-class MemoryArm(_Ours):
-    """memcpy into memory that is there, on one thread; with or without xxh3 of the same bytes."""
-
-    def __init__(self, name: str, load: Load, digest: bool) -> None:
-        super().__init__(load)
-        self.name, self._digest = name, digest
-        self._kept = [memoryview(bytearray(load.size)) for _ in range(load.count)]
-        for kept in self._kept:
-            kept[:] = bytes(load.size)
-
-    async def _put(self, index: int) -> None:
-        self._kept[index][:] = self.chunks[index]
-        if self._digest:
-            xxhash.xxh3_64_intdigest(self._kept[index])
-
-    async def _get(self, index: int) -> None:
-        if self._digest:
-            xxhash.xxh3_64_intdigest(self._kept[index])
-        self.targets[index][:] = self._kept[index]
-
-    async def _delete(self, keys: list[bytes]) -> None:
-        return
-
-
-class DiskArm:
-    """pwrite and pread of aligned buffers, `depth` threads, O_DIRECT where the filesystem takes it."""
-
-    name = "reference"
-
-    def __init__(self, path: Path, load: Load) -> None:
-        self.load = load
-        self._step = -(-(load.size + HEADER_BYTES) // ALIGN) * ALIGN
-        flags = os.O_RDWR | os.O_CREAT
-        try:
-            self._fd = os.open(path, flags | os.O_DIRECT)
-        except OSError:
-            self._fd = os.open(path, flags)
-        os.posix_fallocate(self._fd, 0, self._step * load.count)
-        self._buffers = [memoryview(mmap.mmap(-1, self._step)) for _ in range(load.count)]
-        for index, chunk in enumerate(load.chunks()):
-            self._buffers[index][: load.size] = chunk
-        self._pool = ThreadPoolExecutor(load.depth)
-
-    async def check(self) -> None:
-        """Put, clear, get, compare."""
-        before = [bytes(buffer[:64]) for buffer in self._buffers]
-        await self.put_all()
-        for buffer in self._buffers:
-            buffer[:64] = bytes(64)
-        await self.get_all()
-        assert before == [bytes(buffer[:64]) for buffer in self._buffers]
-
-    async def put_all(self) -> float:
-        """All chunks."""
-        return await self._all(self._put)
-
-    async def get_all(self) -> float:
-        """All chunks."""
-        return await self._all(self._get)
-
-    async def put_one(self, index: int) -> float:
-        """One alone."""
-        return await self._one(self._put, index)
-
-    async def get_one(self, index: int) -> float:
-        """One alone."""
-        return await self._one(self._get, index)
-
-    def close(self) -> None:
-        """Threads and file."""
-        self._pool.shutdown()
-        os.close(self._fd)
-
-    def _put(self, index: int) -> None:
-        assert os.pwrite(self._fd, self._buffers[index], index * self._step) == self._step
-
-    def _get(self, index: int) -> None:
-        assert os.preadv(self._fd, [self._buffers[index]], index * self._step) == self._step
-
-    async def _all(self, work: Callable[[int], None]) -> float:
-        begin = time.perf_counter()
-        await asyncio.to_thread(lambda: list(self._pool.map(work, range(self.load.count))))
-        return time.perf_counter() - begin
-
-    async def _one(self, work: Callable[[int], None], index: int) -> float:
-        begin = time.perf_counter()
-        work(index)
-        return time.perf_counter() - begin
-
-
-async def _raw_arm(kind: str, url: str, load: Load, stack: contextlib.AsyncExitStack) -> Arm | None:
-    """The raw client of this kind of server, if there is one (store_raw.py)."""
-    try:
-        module: Any = importlib.import_module("pdxfer.bench.store_raw")
-    except ModuleNotFoundError:
-        return None
-    factory = module.RAW.get(kind)
-    return None if factory is None else RawArm(stack.enter_context(contextlib.closing(factory(url))), load)
-
-
-class RawArm(_Ours):
-    """A minimal client that speaks the server's protocol and nothing more: `put(key, value)`, `get(key, into)`."""
-
-    name = "reference"
-
-    def __init__(self, client: Any, load: Load) -> None:
-        super().__init__(load)
-        self._client = client
-
-    async def _put(self, index: int) -> None:
-        self._client.put(b"raw" + self.keys[index].hex().encode(), self.chunks[index])
-
-    async def _get(self, index: int) -> None:
-        self._client.get(b"raw" + self.keys[index].hex().encode(), self.targets[index])
-
-    async def _delete(self, keys: list[bytes]) -> None:
-        return
 
 
 def _soon() -> float:
