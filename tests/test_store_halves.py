@@ -70,6 +70,11 @@ class Member:
     def stamp(self, *_: Any) -> None:
         pass
 
+    def leg_failed(self, transfer_id: str, leg: Any, reason: str) -> None:
+        from pdxfer.wire.messages import LegFailed
+
+        self.tell_router(LegFailed(transfer_id=transfer_id, leg=leg, reason=reason))
+
     def of(self, kind: type) -> list[Any]:
         return [message for _, message in self.sent if isinstance(message, kind)]
 
@@ -397,7 +402,7 @@ def test_second_sight_saves_a_prefix_when_it_comes_again() -> None:
 
 
 def test_on_gpu_eviction_saves_what_the_pool_hands_out_next() -> None:
-    """Remembered until one of its blocks comes to the head of the free queue, unless it holds something else by then."""
+    """Remembered until one of its blocks heads the free queue, unless it holds something else by then."""
     engine, request = Engine(save="on_gpu_eviction"), prompt(64)
     head = SimpleNamespace(block_id=-1, next_free_block=None)
     engine.pool.free_block_queue = SimpleNamespace(fake_free_list_head=head)  # type: ignore[attr-defined]
@@ -426,3 +431,136 @@ def test_salt_is_part_of_every_key() -> None:
     engine = Engine()
     plain, salted = prompt(64), Request("s", list(range(64)), cache_salt="tenant")
     assert not {c[0].key for c in engine.keys(plain)} & {c[0].key for c in engine.keys(salted)}
+
+
+# ---- spill ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_whose_grant_does_not_come_goes_to_the_store_and_its_blocks_back() -> None:
+    """Told to decode only when a tier has all of it; a grant in time changes nothing."""
+    from pdxfer.connector.references import References
+    from pdxfer.connector.sends import Sends
+    from pdxfer.connector.spills import Spills
+    from pdxfer.wire.halves import Forget
+    from pdxfer.wire.messages import LegFailed
+
+    engine = Engine(save="none", shared_memory="/run/store.sock")
+    facts = engine.receives._facts
+    references = References()
+    references.bind(engine.pool)  # type: ignore[arg-type]
+    sends = Sends(facts, engine.member, references)  # type: ignore[arg-type]
+    spills = Spills(sends, engine.store.saves, 2.0)
+    for name, granted in (("late", False), ("granted", True)):
+        request = prompt(100, name, first=0 if granted else 1000)
+        engine.store.on_new_request(request)  # type: ignore[arg-type]
+        sends.begin(request, f"t-{name}", 120.0)  # type: ignore[arg-type]
+        send = sends.get(f"t-{name}")
+        assert send is not None
+        send.held, send.num_planned, send.granted = [1, 2, 3, 4, 5, 6, 7], 7, granted
+        references.take(send.held)
+        chunks = engine.store.chunks(request)  # type: ignore[arg-type]
+        assert chunks is not None and sends.request_over(request) is send  # type: ignore[arg-type]
+        spills.request_over(send, chunks, 0.0)
+    spills.check(1.9)
+    assert engine.step(prompt(1, "x"), 0, 0, []) == ()
+    spills.check(2.0)
+    plans = engine.step(prompt(1, "x"), 0, 0, [])
+    assert [(p.block_ids, p.reserved) for p in plans] == [((1, 2), True), ((3, 4), True), ((5, 6), True)]
+    for plan in plans:
+        spills.check(3.0)
+        assert not any(isinstance(m, LegFailed) for m in engine.member.router)
+        engine.store.apply(Saved(rank=0, save_ids=[plan.save_id], num_bytes=1, num_dropped=0))
+    spills.check(3.0)
+    (told,) = [m for m in engine.member.router if isinstance(m, LegFailed)]
+    assert told.transfer_id == "t-late" and "in the store" in told.reason and spills.num_spilled == 1
+    assert [m.transfer_id for m in engine.member.of(Forget)] == ["t-late"]
+    sends.rank_settled(sends.get("t-late"), 0, False, "")  # type: ignore[arg-type]
+    assert [engine.pool.blocks[i].ref_cnt for i in (1, 7)] == [1, 1], "only the granted prompt holds them"
+
+
+def test_a_spill_that_no_tier_takes_is_held_until_the_deadline() -> None:
+    from pdxfer.connector.spills import Spills
+    from pdxfer.connector.transfer import Send
+
+    engine, request = Engine(save="none", shared_memory="/run/store.sock"), prompt(32)
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    send = Send(
+        request_id="r", transfer_id="t", num_tokens=32, total_blocks=2, token_digest=b"", world_size=1, deadline=120.0,
+        held=[1, 2],
+    )  # fmt: skip
+    spills = Spills(SimpleNamespace(end=pytest.fail), engine.store.saves, 0.0)  # type: ignore[arg-type]
+    chunks = engine.store.chunks(request)  # type: ignore[arg-type]
+    assert chunks is not None
+    spills.request_over(send, chunks, 0.0)
+    spills.check(0.0)
+    (plan,) = engine.step(prompt(1, "x"), 0, 0, [])
+    engine.store.apply(Saved(rank=0, save_ids=[plan.save_id], num_bytes=0, num_dropped=1))
+    spills.check(1.0)
+    assert spills.num_spilled == 0
+
+
+# ---- store and wire together ---------------------------------------------------------------------------------------
+
+
+def paired(engine: Engine, request: Request) -> Any:
+    """A decode leg whose prefill has started."""
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    engine.receives.begin(request, "t", 60.0 + engine.clock.now())  # type: ignore[arg-type]
+    receive = engine.receives.get("t")
+    assert receive is not None
+    receive.started("p0")
+    return receive
+
+
+def test_what_decode_has_in_its_tiers_is_not_sent_by_prefill() -> None:
+    """The grant begins where the store ends; the receive lands when both have."""
+    from pdxfer.wire.halves import Expect, Landed
+    from pdxfer.wire.messages import Grant
+
+    engine, request = Engine(), prompt(100)
+    engine.hold(engine.keys(request)[:2])
+    receive = paired(engine, request)
+    assert engine.ask(request) == (100, True)
+    engine.allocate(request, [1, 2, 3, 4, 5, 6, 7], 100)
+    (load,), (expect,) = engine.member.of(Load), engine.member.of(Expect)
+    (grant,) = [m for m in engine.member.router if isinstance(m, Grant)]
+    assert load.block_ids == [1, 2, 3, 4]
+    assert (expect.first_block, expect.block_ids) == (grant.first_block, grant.block_ids) == (4, [5, 6, 7])
+    landed = Landed(rank=0, transfer_id="t", epoch=1, num_units=1, num_bytes=1, channel="tcp", wall=0.0)
+    engine.receives.rank_landed(receive, landed)
+    assert engine.report() == set()
+    engine.receives.rank_loaded(loaded(load, 4))
+    assert engine.report() == {"r"}
+
+
+def test_a_transfer_that_fails_is_filled_from_the_store_before_anything_is_computed() -> None:
+    """direct → store → recompute: the wire brought one block, the store has the rest of the whole chunks."""
+    from pdxfer.wire.halves import Fenced
+
+    engine, request = Engine(), prompt(100)
+    receive = paired(engine, request)
+    assert engine.ask(request) == (100, True)
+    engine.allocate(request, [1, 2, 3, 4, 5, 6, 7], 100)
+    engine.hold(engine.keys(request))
+    fenced = Fenced(rank=0, transfer_id="t", epoch=1, num_valid=1, reason="peer lost")
+    engine.receives.rank_fenced(receive, fenced)
+    (load,) = engine.member.of(Load)
+    assert (load.skip_blocks, load.block_ids) == (1, [2, 3, 4, 5, 6])
+    engine.receives.rank_loaded(loaded(load, 5))
+    verdict = engine.receives.take_verdicts(SimpleNamespace(num_scheduled_tokens={}))  # type: ignore[arg-type]
+    assert verdict == (7,), "only the last, incomplete block is computed"
+    assert engine.report(*verdict) == {"r"}
+
+
+def test_a_prompt_that_the_store_has_whole_is_not_sent_at_all() -> None:
+    from pdxfer.wire.messages import CancelGrant, Grant
+
+    engine, request = Engine(), prompt(96)
+    engine.hold(engine.keys(request))
+    paired(engine, request)
+    engine.ask(request)
+    engine.allocate(request, [1, 2, 3, 4, 5, 6], 96)
+    kinds = [type(message) for message in engine.member.router]
+    assert CancelGrant in kinds and Grant not in kinds
+    engine.receives.rank_loaded(loaded(engine.member.of(Load)[0], 6))
+    assert engine.report() == {"r"}

@@ -169,6 +169,9 @@ class TransportConfig(Section, frozen=True):
     """Tokens of one chunk; a multiple of the engines' block size."""
     deadline_s: Seconds = 120.0
     """KV that has not arrived after this is recomputed by decode."""
+    spill_after_ms: Annotated[float, Meta(ge=0)] = 2000.0
+    """A computed prompt whose grant has not come after this goes to the store, where decode's engine reaches it too,
+    and its blocks back to prefill."""
     connect_timeout_s: Seconds = 5.0
     """To open a channel and probe it."""
     write_timeout_s: Seconds = 10.0

@@ -63,6 +63,11 @@ class Lookups:
         self._ask(lookup)
         return lookup.chunks
 
+    def chunks(self, request_id: str) -> PromptChunks | None:
+        """Its chunk keys."""
+        lookup = self._lookups.get(request_id)
+        return lookup.chunks if lookup is not None else None
+
     def over(self, request_id: str) -> None:
         """The request has ended."""
         lookup = self._lookups.pop(request_id, None)
@@ -70,6 +75,12 @@ class Lookups:
         if lookup is not None:
             self._by_find.pop(lookup.find_id, None)
             self._prefetch(lookup, [])
+
+    def refresh(self, request_id: str) -> None:
+        """Others may have stored some of it since it arrived: ask slow tiers again."""
+        lookup = self._lookups.get(request_id)
+        if lookup is not None:
+            self._ask(lookup)
 
     def found(self, fact: Found) -> None:
         """A rank's answer."""

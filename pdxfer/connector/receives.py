@@ -238,6 +238,8 @@ class Receives:
             self._revoke(receive, reason)
         else:
             self._notices.ended(receive, "unused", reason)
+            if self._loads is not None:
+                self._loads.lookups.refresh(receive.request_id)
 
     def request_over(self, request: Request) -> bool:
         """The request has ended, before vLLM frees its blocks. False: it is none of ours."""

@@ -48,6 +48,8 @@ class _Pending:
     held: list[int]
     key: bytes
     ranks: set[int] = field(default_factory=set)
+    dropped: bool = False
+    """Some rank could not save it."""
     over: bool = False
     """Its request holds the blocks no more: they come back with us."""
 
@@ -78,6 +80,8 @@ class Saves:
         self._num_held = 0
         self._late: list[SavePlan] = []
         """Planned outside a step; they go with the next one."""
+        self._spilled: dict[int, bool | None] = {}
+        """Saves that must not be dropped → whether a tier has them; None: under way."""
         self._ids = itertools.count(1)
         self.counters: dict[str, float] = {}
 
@@ -145,18 +149,44 @@ class Saves:
         chunk, block_ids = offer
         if self._is_there(chunk) or not self._has_room:
             return []
+        return [self._hold(offer, over, reserved=False)]
+
+    def _hold(self, offer: Offer, over: bool, reserved: bool) -> SavePlan:
+        chunk, block_ids = offer
         plan = SavePlan(
             save_id=next(self._ids),
             keys=tuple(key.key for key in chunk),
             block_ids=block_ids,
             first_token=chunk[0].first_token,
             num_tokens=chunk[0].num_tokens,
+            reserved=reserved,
         )
         self._references.take(block_ids)
         self._pending[plan.save_id] = _Pending(held=list(block_ids), key=chunk[0].key, over=over)
         self._keys.add(chunk[0].key)
         self._num_held += len(block_ids)
-        return [plan]
+        return plan
+
+    def spill(self, chunks: list[RankChunk], table: list[int]) -> list[int]:
+        """Save these chunks of an ended request, whose references hold `table`, whatever policy and bounds say; ids of
+        the saves."""
+        plans: list[SavePlan] = []
+        for chunk in chunks:
+            first, last = chunk[0].first_token // self._block_size, chunk[0].end // self._block_size
+            if not self._is_there(chunk):
+                plans.append(self._hold((chunk, tuple(table[first:last])), over=True, reserved=True))
+        self._late += plans
+        self._spilled.update({plan.save_id: None for plan in plans})
+        return [plan.save_id for plan in plans]
+
+    def spilled(self, save_ids: list[int]) -> bool | None:
+        """Whether a tier has each of these; None: not all are over."""
+        ends = [self._spilled.get(save_id, False) for save_id in save_ids]
+        if None in ends:
+            return None
+        for save_id in save_ids:
+            self._spilled.pop(save_id, None)
+        return all(ends)
 
     def _is_there(self, chunk: RankChunk) -> bool:
         return chunk[0].key in self._keys or self._mirror.has(chunk)
@@ -207,11 +237,14 @@ class Saves:
             if pending is None:
                 continue
             pending.ranks.add(fact.rank)
+            pending.dropped = pending.dropped or bool(fact.num_dropped)
             if len(pending.ranks) == self._world_size:
                 del self._pending[save_id]
                 self._keys.discard(pending.key)
                 self._num_held -= len(pending.held)
                 self._references.give_back(pending.held)
+                if save_id in self._spilled:
+                    self._spilled[save_id] = not pending.dropped
 
     def _count(self, name: str, value: float) -> None:
         if value:

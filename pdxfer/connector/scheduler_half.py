@@ -16,6 +16,7 @@ from pdxfer.connector.references import References
 from pdxfer.connector.requests import transfer_params, unsupported
 from pdxfer.connector.sends import Sends
 from pdxfer.connector.settings import ConnectorSettings
+from pdxfer.connector.spills import Spills
 from pdxfer.connector.store_half import StoreHalf
 from pdxfer.connector.transfer import Receive, Send
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
@@ -58,6 +59,9 @@ class SchedulerHalf:
         loads = self._store.loads if self._store is not None else None
         self._receives = Receives(settings.engine_id, facts, self._member, self._references, loads, clock)
         self._sends = Sends(facts, self._member, self._references)
+        self._spills: Spills | None = None
+        if self._store is not None and self._store.shared:
+            self._spills = Spills(self._sends, self._store.saves, settings.spill_after_s)
         self._early: dict[str, Started | LegFailed | CancelGrant] = {}
         """Messages about transfers whose request has not arrived yet (bounded)."""
 
@@ -112,6 +116,8 @@ class SchedulerHalf:
         now = self._clock.now()
         self._receives.check_deadlines(now)
         self._sends.check_deadlines(now)
+        if self._spills is not None:
+            self._spills.check(now)
         plans, verdicts = tuple(self._sends.plans(output)), self._receives.take_verdicts(output)
         saves: tuple[SavePlan, ...] = ()
         if self._store is not None:
@@ -127,10 +133,14 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: list[int]) -> None:
         """The request is over: called exactly once, before vLLM frees its blocks."""
         self._drain_inbox()
+        chunks = self._store.chunks(request) if self._store is not None else None
         if self._store is not None:
             self._store.request_over(request, block_ids)
-        if not self._sends.request_over(request):
+        send = self._sends.request_over(request)
+        if send is None:
             self._receives.request_over(request)
+        elif self._spills is not None and chunks is not None:
+            self._spills.request_over(send, chunks, self._clock.now())
 
     @property
     def must_step(self) -> bool:
@@ -159,6 +169,8 @@ class SchedulerHalf:
         self._sends.num_sent = self._sends.num_unsent = 0
         if self._store is not None:
             counters |= self._store.take_counters()
+        if self._spills is not None and self._spills.num_spilled:
+            counters["spilled_prompts"], self._spills.num_spilled = self._spills.num_spilled, 0
         counters |= {k: v for k, v in (("sent_transfers", sent), ("unsent_transfers", unsent)) if v}
         self._member.totals.update({name: int(value) for name, value in counters.items()})
         return counters

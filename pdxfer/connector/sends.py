@@ -92,18 +92,18 @@ class Sends:
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def request_over(self, request: Request) -> bool:
-        """The prefill request has ended. False: it is none of ours."""
+    def request_over(self, request: Request) -> Send | None:
+        """The prefill request has ended. None: it is none of ours."""
         send = self._by_request.get(request.request_id)
         if send is None:
-            return False
+            return None
         send.request_over = True
         if send.num_planned == send.total_blocks and request.status.name in WHOLE:
             self.computed(send, None)
         else:
             self.end(send, f"prefill ended early: {request.status.name}")
         self._settle(send)
-        return True
+        return send
 
     def computed(self, send: Send, wall: float | None) -> None:
         """The whole prompt is computed: at `wall` by a worker's clock, or now."""

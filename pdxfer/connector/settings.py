@@ -42,6 +42,7 @@ class ConnectorSettings:
     integrity: str = "full"
     layerwise: bool = True
     drain_s: float = 0.2
+    spill_after_s: float = 2.0
     max_deadline_s: float = 600.0
     """Upper bound of a request's own deadline."""
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -82,6 +83,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         integrity=transport.integrity,
         layerwise=bool(extra.get("layerwise", transport.layerwise)),
         drain_s=transport.drain_s,
+        spill_after_s=transport.spill_after_ms / 1000,
         max_deadline_s=transport.deadline_s,
         store=ours.store,
     )

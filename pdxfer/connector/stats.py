@@ -13,6 +13,7 @@ HELP = {
     "fallbacks": "Prompts computed here although a prefill was paired",
     "sent_transfers": "Prompts whose KV was sent completely",
     "unsent_transfers": "Prompts whose KV was not (completely) sent",
+    "spilled_prompts": "Prompts whose grant did not come and whose KV went to the store instead",
     "loaded_requests": "Prompts of which the store filled blocks",
     "loaded_chunks": "Chunks loaded from the store and verified",
     "loaded_bytes": "KV bytes loaded from the store",

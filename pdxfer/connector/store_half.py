@@ -7,7 +7,7 @@ import logging
 from urllib.parse import urlsplit
 
 from pdxfer.config.store import StoreConfig
-from pdxfer.connector.chunks import Grid
+from pdxfer.connector.chunks import Grid, PromptChunks
 from pdxfer.connector.compat import Request
 from pdxfer.connector.loads import Loads
 from pdxfer.connector.lookups import Lookups
@@ -23,7 +23,7 @@ from pdxfer.wire.store_facts import Found, Held, Saved, StoreCounts
 log = logging.getLogger(__name__)
 
 OWN_SCHEMES = ("dram", "file", "disk", "lmdb", "sqlite")
-"""Tiers that only engines of this host write: their mirror is complete. Others are asked (Find)."""
+"""Tiers that only this engine writes: their mirror is complete. Others are asked (Find)."""
 
 
 class StoreHalf:
@@ -47,12 +47,16 @@ class StoreHalf:
             world_size=world,
         )
         self.mirror = Mirror(world)
+        self.shared = bool(config.shared_memory) or not all(
+            urlsplit(tier.url).scheme in OWN_SCHEMES for tier in config.tiers
+        )
+        """Other engines reach some tier: they may have stored what we do not know of."""
         self.lookups = Lookups(
             self.grid,
             self.mirror,
             member,
             clock,
-            slow_tiers=not all(urlsplit(tier.url).scheme in OWN_SCHEMES for tier in config.tiers),
+            slow_tiers=self.shared,
             timeout_s=config.lookup_timeout_s,
         )
         self.loads = Loads(
@@ -84,6 +88,10 @@ class StoreHalf:
         chunks = self.lookups.begin(request)
         if chunks is not None:
             self.saves.begin(chunks)
+
+    def chunks(self, request: Request) -> PromptChunks | None:
+        """The request's chunks, where it is stored at all."""
+        return self.lookups.chunks(request.request_id)
 
     def request_over(self, request: Request, table: list[int]) -> None:
         """Before vLLM frees its blocks."""
