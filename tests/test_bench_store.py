@@ -8,6 +8,7 @@ import pytest
 from pdxfer.cli import main
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Memory and disk at one size."""
     args = ["--only", "dram,disk", "--dir", str(tmp_path), "--mib", "1", "--reps", "1", "--sizes", "96KiB", "--json"]

@@ -1,4 +1,4 @@
-"""The references of the store bench: what the machine does without us. `open_arms` says which stand beside which tier."""
+"""The references of the store bench, what the machine does without us; `open_arms` says which stand beside a tier."""
 
 import asyncio
 import contextlib
