@@ -545,6 +545,7 @@ async def test_an_engine_that_dies_is_one_line_with_its_error_and_log(tmp_path: 
 FAKE = ["--arms", "pdxfer", "--lens", "300,600", "--reps", "2", "--set", "engine.kind=fake"]
 
 
+@pytest.mark.slow
 def test_a_whole_run_with_engines_that_compute_nothing(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -560,6 +561,7 @@ def test_a_whole_run_with_engines_that_compute_nothing(
     assert "all processes have left" in (tmp_path / "logs" / "pdxfer-pdxfer.log").read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_takes_the_engines_down(model: Path, tmp_path: Path) -> None:
     argv = [*FAKE, "--count", "9", "--rate", "0.001", "--quick", "--model", str(model), "--out", str(tmp_path)]
     code = "import sys; from pdxfer.bench.ttft import main; sys.exit(main(sys.argv[1:]))"

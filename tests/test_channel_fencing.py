@@ -37,11 +37,13 @@ def test_no_byte_lands_after_a_fence(kind: str) -> None:
     assert late_bytes(kind, "fence") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tcp", pytest.param("nixl", marks=needs_nixl)])
 def test_without_the_fence_bytes_land_late(kind: str) -> None:
     assert late_bytes(kind, "no-fence") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 @pytest.mark.skipif(not HAS_NIXL, reason="the nixl wheel is not installed")
 def test_a_transport_in_which_the_writer_stores_is_not_fenced() -> None:

@@ -29,6 +29,7 @@ pair.teardown_method()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

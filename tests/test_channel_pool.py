@@ -152,6 +152,7 @@ def test_a_new_life_of_a_peer_gets_a_new_channel_and_a_lost_peer_none(rig: Rig) 
     assert rig.local.channels[1].closed and rig.kind() == ""
 
 
+@pytest.mark.slow
 def test_a_changed_address_gives_a_paused_kind_a_fresh_start(rig: Rig) -> None:
     rig.local.broken = True
     rig.pool.update([node()], b"s")

@@ -132,6 +132,7 @@ class TestUcxChannelInManyPieces(ChannelSuite):
         assert self.decode.sink.claims == 0 and len(self.decode.sink.failures) == 1
 
 
+@pytest.mark.slow
 @needs_ucxx
 def test_no_byte_lands_after_a_fence_of_a_stopped_writer() -> None:
     """And without the fence they do: the check has teeth."""
@@ -139,6 +140,7 @@ def test_no_byte_lands_after_a_fence_of_a_stopped_writer() -> None:
     assert late_bytes("ucx", "no-fence") > 0
 
 
+@pytest.mark.slow
 @needs_ucxx
 def test_both_ends_of_an_idle_channel_cost_less_than_two_percent_of_a_core() -> None:
     assert float(run_program(PROGRAM, "ucx").splitlines()[-1]) < 0.02

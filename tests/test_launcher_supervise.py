@@ -100,6 +100,7 @@ async def test_processes_become_ready_in_order_and_leave_in_order() -> None:
     assert supervisor.pid("a") == 0 or not psutil.pid_exists(supervisor.pid("a"))
 
 
+@pytest.mark.slow
 async def test_a_killed_process_is_reported_and_started_again() -> None:
     """With its last lines, under a new pid, and it becomes ready again."""
     out = Record()
@@ -183,6 +184,7 @@ async def test_force_ends_a_drain_at_once() -> None:
     await asyncio.wait_for(stopping, 20)
 
 
+@pytest.mark.slow
 async def test_a_killed_leader_is_noticed_though_its_children_hold_the_pipe() -> None:
     """As vLLM's engine core does when the API server is killed: reported, cleared away, started again."""
     code = (

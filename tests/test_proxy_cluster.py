@@ -198,6 +198,7 @@ async def test_short_prompts_and_lists_are_decoded_alone() -> None:
         assert header.startswith("mode=local; reason=n;")
 
 
+@pytest.mark.slow
 async def test_a_router_that_dies_is_missed_only_briefly() -> None:
     """Requests go to the last decode engine within the grace, and then without any wait."""
     async with cluster({"p0": "prefill", "d0": "decode"}) as c:
@@ -210,6 +211,7 @@ async def test_a_router_that_dies_is_missed_only_briefly() -> None:
             assert "reason=router_unreachable" in (await c.ask(STREAM))[1]
 
 
+@pytest.mark.slow
 async def test_a_router_that_comes_back_is_used_again() -> None:
     async with cluster({"p0": "prefill", "d0": "decode"}) as c:
         await c.ask(STREAM)

@@ -8,6 +8,7 @@ import pytest
 from pdxfer.bench.router import main
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys as documented; the file equals what was printed; every question was answered with a pair."""
     args = ["--engines", "4", "--seconds", "0.3", "--rate", "100", "--json", "--out", str(tmp_path), "--keys"]

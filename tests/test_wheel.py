@@ -48,6 +48,7 @@ def bin_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_the_configs(wheel: Path) -> None:
     """And nothing beside them."""
     names = zipfile.ZipFile(wheel).namelist()
@@ -57,6 +58,7 @@ def test_the_wheel_holds_the_package_and_the_configs(wheel: Path) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
+@pytest.mark.slow
 def test_commands_run_outside_the_repository(bin_dir: Path, tmp_path: Path) -> None:
     """Packaged configs are found by name, in the installed package."""
     assert "launch" in run(bin_dir / "pdxfer", "--help", cwd=tmp_path)

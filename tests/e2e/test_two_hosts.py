@@ -51,6 +51,7 @@ def start_front(hosts: TwoHosts) -> None:
     hosts.a.start("proxy", command("pdxfer launch --role proxy"))
 
 
+@pytest.mark.slow
 def test_every_part_by_its_own_command(hosts: TwoHosts) -> None:
     """With engines that compute nothing: a pair forms, status and doctor see it, strangers stay out and know why."""
     own = make_own_pair(hosts)
