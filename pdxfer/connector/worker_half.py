@@ -15,6 +15,7 @@ from pdxfer.connector.scheduler_half import StepMeta
 from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.core.errors import ConfigError
 from pdxfer.kv.layout import KvLayout
+from pdxfer.memory.device import DeviceBlocks
 from pdxfer.memory.region import Region
 from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.sender import Ready
@@ -56,20 +57,21 @@ class WorkerHalf:
                 chunk_blocks=max(1, settings.chunk_tokens // block_size),
                 digest_every=DIGEST_EVERY[settings.integrity],
                 drain_s=settings.drain_s,
-                store=self._store_settings(marks) if settings.store.enabled else None,
+                store=self._store_settings(marks, caches[names[0]], layout) if settings.store.enabled else None,
             ),
             Region(layout),
             marks,
             endpoint_factories(settings.channels),
         )
 
-    def _store_settings(self, marks: dict[str, str]) -> StoreSettings:
+    def _store_settings(self, marks: dict[str, str], cache: torch.Tensor, layout: KvLayout) -> StoreSettings:
         settings, world_size = self._settings, self._config.parallel_config.world_size
         parts = [settings.engine_id] if settings.role != "both" else []
         parts += [f"rank{self._rank}"] if world_size > 1 else []
         return StoreSettings(
             config=settings.store,
             identity=store_identity(marks, self._rank, world_size),
+            blocks=DeviceBlocks(_bytes_of(cache), layout) if cache.is_cuda else None,
             subdirectory="-".join(parts),
             shares=world_size,
         )
@@ -121,6 +123,12 @@ class WorkerHalf:
         event = torch.cuda.Event()
         event.record()
         return event.synchronize  # type: ignore[no-any-return]
+
+
+def _bytes_of(cache: torch.Tensor) -> torch.Tensor:
+    """The storage that all layers are views of, as uint8 [num_bytes]."""
+    storage = cache.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
 
 
 def layout_of(tensors: list[torch.Tensor], num_blocks: int, block_size: int) -> KvLayout:

@@ -67,7 +67,7 @@ def _check_exposure(config: Config, token: str) -> None:
 
 def _vllm_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:
     config = inputs.config
-    router = "" if engine.role == "both" else network.router_endpoint(config)
+    router = config.router.endpoint if engine.role == "both" else network.router_endpoint(config)
     flags = kv_transfer_config(
         role=engine.role,
         engine_id=engine.engine_id,

@@ -173,7 +173,7 @@ class Node:
 
     def _open_store(self, settings: StoreSettings) -> StoreSide:
         block_size = self._region.layout.block_size
-        blocks = HostBlocks(self._region)
+        blocks = settings.blocks or HostBlocks(self._region)
         return StoreSide(settings, self._settings.rank, block_size, blocks, self._report, self._clock)
 
     def _make_operator(self, store: StoreSide) -> Operator:

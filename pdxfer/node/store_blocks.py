@@ -1,7 +1,7 @@
 """A chunk's bytes in the engine's blocks: read in place when saving, written in place when loading.
 
 Raw order is kv/runs' canonical one: layer by layer, within a layer block by block. Host memory only; a device's blocks
-are DeviceBlocks (store_device.py). Saves hold the blocks by reference, loads by the request that waits for them.
+are memory/device.DeviceBlocks. Saves hold the blocks by reference, loads by the request that waits for them.
 """
 
 from collections.abc import Sequence

@@ -47,6 +47,8 @@ class StoreSettings:
     config: StoreConfig
     identity: dict[str, str]
     """What stored chunks depend on; the rank's part of the model included."""
+    blocks: Blocks | None = None
+    """Where KV is on a device; None: the node's region, which the CPU reaches."""
     codecs: Codecs | None = None
     form: ChunkForm | None = None
     """Lets lossy codecs see this engine's values."""
