@@ -153,6 +153,20 @@ async def test_copy_and_move_between_tiers_both_ways():
         r.nothing_is_out()
 
 
+async def test_a_chunk_stays_its_tenants():
+    """Moved, promoted, compressed: quotas and `clear` by tenant still find it; a pin keeps the rest of its ttl."""
+    async with rig(TierConfig(url="dram:"), TierConfig(url="disk:", write="none")) as r:
+        await r.store.save(chunk(0), r.soon, tenant="t")
+        await manage_copy.move(r.store, lambda *p: None, keys(0), "disk", "dram")
+        await r.load(0)
+        await r.settled()
+        await manage.pin(r.store, keys(0), 1000.0, "disk")
+        await manage_copy.compress(r.store, lambda *p: None, keys(0), "disk", "zstd")
+        assert [r.memory(i).values[key(0)].tenant for i in (0, 1)] == ["t", "t"]
+        left = r.store.slots[1].pin_left_s(key(0))
+        assert left is not None and 900 < left <= 1000 and r.memory(1).values[key(0)].pinned
+
+
 async def test_move_keeps_what_is_pinned_or_could_not_be_copied():
     """No reply of success, no loss."""
     async with rig(TierConfig(url="dram:"), TierConfig(url="disk:", write="none")) as r:

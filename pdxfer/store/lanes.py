@@ -49,6 +49,8 @@ class Copy:
     tenant: str
     source: SharedView | None
     """A whole frame; None: read it from the front tier when the turn comes."""
+    origin: TierSlot | None = None
+    """Where `source` was read; whose value it is can be asked there."""
     why: str
     """Which counter: stored, promoted or written_back."""
 

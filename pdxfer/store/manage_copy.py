@@ -16,7 +16,8 @@ from pdxfer.codec.frame import FrameError
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.base import Buffer, Entry, Outcome
 from pdxfer.store.manage import AT_ONCE, Progress, slots_of, soon
-from pdxfer.store.slot import Shadow, TierSlot
+from pdxfer.store.shadow import Shadow
+from pdxfer.store.slot import TierSlot
 from pdxfer.store.tiered import TieredStore
 from pdxfer.store.writing import HELD
 
@@ -126,7 +127,7 @@ async def _remove(store: TieredStore, sources: Sequence[TierSlot], key: bytes) -
 async def compress(
     store: TieredStore, progress: Progress, keys: Sequence[bytes], tier: str, codec: str, level: int = 0
 ) -> Copied:
-    """Keep chunks of one tier in another codec (`raw`: decompress), in place. Pins stay (without their ttl)."""
+    """Keep chunks of one tier in another codec (`raw`: decompress), in place. Pins stay."""
     if not tier:
         raise ConfigError("compress and decompress need the name of the tier")
     [slot] = slots_of(store, tier)
@@ -193,7 +194,7 @@ async def _put_anew(store: TieredStore, slot: TierSlot, key: bytes, entry: Entry
     await slot.delete([key], soon(store))
     outcome = await slot.put(key, parts, soon(store), entry.tenant)
     if entry.pinned and outcome is Outcome.STORED:
-        await slot.pin([key], None, soon(store))
+        await slot.pin([key], slot.pin_left_s(key), soon(store))
     return outcome
 
 

@@ -8,15 +8,14 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import Clock
 from pdxfer.store.base import KEY_BYTES, Buffer, Entry, EvictionNotices, Lease, Outcome, Reservation, Tier
 from pdxfer.store.dram import DramTier
 from pdxfer.store.policy import Breaker, BreakerState, SecondSight
+from pdxfer.store.shadow import Shadow, ShadowLease
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,32 +30,6 @@ GRACE_S = 0.02
 """A tier ends its calls by itself at the deadline; this much later we stop waiting for it."""
 PROBE_KEY = bytes(KEY_BYTES)
 MAX_NOTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shadow:
-    """A value that has left its tier for a moment. Who put it here keeps `view` alive for readers that have it."""
-
-    entry: Entry
-    view: memoryview
-
-
-class _ShadowLease:
-    """The bytes are garbage collected, not lent: nothing to give back."""
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-
-    def release(self) -> None:
-        return
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class TierSlot:
@@ -74,6 +47,8 @@ class TierSlot:
         self.sight = SecondSight()
         self.codecs: OrderedDict[bytes, str] = OrderedDict()
         """Codec of values that were written or looked at lately; the tier itself does not know."""
+        self.pin_ends: dict[bytes, float | None] = {}
+        """When pins end that were made through here; who replaces a value pins it for the rest."""
         self.shadows: dict[bytes, Shadow] = {}
         """Values that are being replaced: shown until the new ones are in place and verified."""
         self.counts: Counter[str] = Counter()
@@ -115,7 +90,7 @@ class TierSlot:
     async def get(self, key: bytes, deadline: float) -> Lease | None:
         """As Tier.get. The caller releases."""
         if key in self.shadows:
-            return _ShadowLease(self.shadows[key].view)
+            return ShadowLease(self.shadows[key])
         lease = await self._read(lambda until: self.tier.get(key, until), deadline, _release)
         if lease is None:
             self.counts["misses"] += 1
@@ -141,10 +116,14 @@ class TierSlot:
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float | None, deadline: float) -> int:
         """As Tier.pin."""
+        end = None if ttl_s is None else self._after(ttl_s)
+        self.pin_ends |= dict.fromkeys(keys, end)
         return await self._write(lambda until: self.tier.pin(keys, ttl_s, until), deadline) or 0
 
     async def unpin(self, keys: Sequence[bytes], deadline: float) -> int:
         """As Tier.unpin."""
+        for key in keys:
+            self.pin_ends.pop(key, None)
         return await self._write(lambda until: self.tier.unpin(keys, until), deadline) or 0
 
     async def scan(self, after: bytes, limit: int, deadline: float) -> list[Entry] | None:
@@ -161,6 +140,22 @@ class TierSlot:
         if self.readable:
             self.writes.succeeded()
             log.info("store: tier %s answers again", self.name)
+
+    def pin_left_s(self, key: bytes) -> float | None:
+        """For how long a pinned value stays pinned; None: until it is unpinned, or nobody here knows."""
+        end = self.pin_ends.get(key)
+        return None if end is None else max(0.001, end - self._clock.now())
+
+    async def tenant_of(self, key: bytes, deadline: float) -> str:
+        """Whose value it is, as far as the tier knows."""
+        [entry] = await self.lookup([key], deadline) or [None]
+        return entry.tenant if entry is not None else ""
+
+    def forget_old_pins(self) -> None:
+        """Pins that are over."""
+        now = self._clock.now()
+        for key in [key for key, end in self.pin_ends.items() if end is not None and end <= now]:
+            del self.pin_ends[key]
 
     def note_codec(self, key: bytes, codec: str) -> None:
         """Remember what a value is kept in."""

@@ -252,6 +252,7 @@ class TieredStore:
     async def _care(self, slot: TierSlot) -> None:
         """What may take time: see whether a stopped tier is back; list what a local one holds."""
         await slot.probe()
+        slot.forget_old_pins()
         now = self.clock.now()
         if slot.name in self.writer.unlisted or (slot.shared and now >= self._listed.get(slot.name, now) + RELIST_S):
             self._listed[slot.name] = now

@@ -10,7 +10,7 @@ room until its deadline and says truthfully whether a tier has the bytes.
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pdxfer.codec.frame import FrameError, read_header
@@ -24,6 +24,7 @@ from pdxfer.store.reading import Reader
 from pdxfer.store.slot import TierSlot
 from pdxfer.store.transcode import RAW, Transcoder
 from pdxfer.store.workers import Workers
+from pdxfer.store.writeback import WriteBack
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ MAX_STAGED_BYTES = 256 << 20
 """Copies of chunks that no memory tier took, on their way to slower ones."""
 MAX_PROMOTIONS = 8
 """Leases of slow tiers that wait in one lane: their buffers are few."""
-BACK_FROM = 0.75
-"""Fill of the front tier from which `write: back` tiers get what only it has, oldest first."""
 HELD = (Outcome.STORED, Outcome.ALREADY)
 
 
@@ -61,7 +60,7 @@ class Writer:
         back = [slot for slot in slots if slot.config.write == "back"]
         self.unlisted = {slot.name for slot in slots if slot.local}
         """Local tiers whose keys have to be listed: not done yet, or they evicted more than they remember."""
-        self._dirty: dict[str, OrderedDict[bytes, str]] = {s.name: OrderedDict() for s in back if self.front}
+        self._back = WriteBack(slot.name for slot in back if self.front is not None)
         self.counts: Counter[str] = Counter()
         """saves by outcome (Saved)."""
 
@@ -144,8 +143,7 @@ class Writer:
         if outcome is Outcome.STORED:
             self.arrived(front, [chunk.key])
             front.note_codec(chunk.key, RAW)
-            for dirty in self._dirty.values():
-                dirty[chunk.key] = tenant
+            self._back.add(chunk.key, tenant)
         return outcome
 
     def _send_down(self, key: bytes, tenant: str) -> None:
@@ -211,7 +209,7 @@ class Writer:
                 slot.counts["dropped"] += 1
                 shared.done()
             else:
-                lane.offer(Copy(key=key, tenant=tenant, source=shared, why="promoted"))
+                lane.offer(Copy(key=key, tenant=tenant, source=shared, origin=source, why="promoted"))
 
     def arrived(self, slot: TierSlot, keys: Sequence[bytes]) -> None:
         """Values came into a tier. What it evicted before is said first: a key may have left and come back."""
@@ -226,40 +224,27 @@ class Writer:
         elif evicted:
             self._events.evict(slot.name, evicted)
             if slot is self.front:
-                self._lost(evicted)
-
-    def _lost(self, keys: Sequence[bytes]) -> None:
-        """Gone from memory before they were written back."""
-        for name, dirty in self._dirty.items():
-            for key in keys:
-                if dirty.pop(key, None) is not None:
-                    self.lanes[name].slot.counts["lost"] += 1
+                for name, lost in self._back.drop(evicted).items():
+                    self.lanes[name].slot.counts["lost"] += lost
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """They were cleared: not written back any more."""
-        for dirty in self._dirty.values():
-            for key in keys:
-                dirty.pop(key, None)
+        """They were cleared from memory: not written back any more."""
+        self._back.drop(keys)
 
     def write_back(self, everything: bool = False) -> None:
-        """Give `back` tiers the oldest of what only the front has, while that is fuller than it should be."""
+        """Give `back` tiers the oldest of what only memory has, while that is fuller than it should be."""
         if self.front is None:
             return
-        stats = self.front.tier.stats()
-        full = not stats.capacity_bytes or stats.used_bytes >= BACK_FROM * stats.capacity_bytes
-        if not full and not everything:
-            return
-        for name, dirty in self._dirty.items():
+        for name in self._back.due(self.front.tier.stats(), everything):
             lane = self.lanes[name]
-            while dirty and lane.room > 0:
-                key, tenant = dirty.popitem(last=False)
+            for key, tenant in self._back.take(name, lane.room):
                 if not lane.slot.config.admit_second_sight or lane.slot.sight.admits(key):
                     lane.offer(Copy(key=key, tenant=tenant, source=None, why="written_back"))
 
     @property
     def num_dirty(self) -> int:
-        """Chunks that only the front has and a `back` tier should get."""
-        return sum(map(len, self._dirty.values()))
+        """Chunks that only memory has and a `back` tier should get."""
+        return self._back.num_dirty
 
     # ---- one copy ----------------------------------------------------------------------------------------------------
 
@@ -267,7 +252,10 @@ class Writer:
         """Work of a lane: the value into its tier, in its codec."""
         deadline = self._clock.now() + slot.config.put_timeout_s
         if copy.source is not None:
-            outcome = await self.put_frame(slot, copy.key, copy.source.view, deadline, copy.tenant)
+            tenant = copy.tenant
+            if not tenant and copy.origin is not None and copy.origin.local:
+                tenant = await copy.origin.tenant_of(copy.key, deadline)
+            outcome = await self.put_frame(slot, copy.key, copy.source.view, deadline, tenant)
         else:
             assert self.front is not None
             lease = await self.front.get(copy.key, deadline)
@@ -293,7 +281,8 @@ class Writer:
                 except FrameError as error:
                     why = str(error)
                 else:
-                    return await self.put_frame(target, key, lease.view, deadline, tenant)
+                    whose = tenant or await source.tenant_of(key, deadline)
+                    return await self.put_frame(target, key, lease.view, deadline, whose)
             await self._reader.distrust(source, key, why)
         return None
 
