@@ -55,6 +55,7 @@ class FaultyFiles(OsFiles):
         super().sync(fd)
 
     def _maybe(self, call: str, path: str) -> None:
+        assert threading.current_thread() is not threading.main_thread(), f"{call} on the event loop's thread"
         self.calls[call] = self.calls.get(call, 0) + 1
         if self.hanging and call in ("read", "write") and path.endswith("slab"):
             assert self.hang.wait(30.0), "a hang in a test was not ended"

@@ -63,9 +63,6 @@ class Shelf:
             await self._attach()
         except OSError as error:
             self._not_there(error)
-        except ConfigError:
-            self.jobs.close()
-            raise
 
     async def close(self) -> None:
         """Let running threads end, then detach. Idempotent."""

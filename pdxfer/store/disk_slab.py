@@ -8,6 +8,7 @@ A value is put in the order: queued erasures of table entries → payload → en
 whole values. After a power cut writes may be missing in any order: the checks of entry and payload make misses of that.
 """
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _FREE_SLOT = bytes(ENTRY_BYTES)
 _LOAD_SLOTS = 1 << 16
+_LEAST_STEP_BLOCKS = 64
 GROW_AGAIN_S = 1.0
 """After the disk was full the slab does not try to grow for this long; values then replace each other."""
 
@@ -64,6 +66,7 @@ class Slab:
         self._table_lock = threading.Lock()
         self._erasures: list[int] = []
         self._space = Space(0)
+        self._allocated_blocks = 0
         self._free_slots: list[int] = []
         self._fresh_slot = 0
         self._generation = 0
@@ -134,10 +137,9 @@ class Slab:
         return slot_left and self._space.num_blocks < self._plan.max_blocks and now >= self._grow_after
 
     def grown(self, now: float, failed: bool) -> None:
+        self._space.grow(self._allocated_blocks)
         if failed:
             self._grow_after = now + GROW_AGAIN_S
-        else:
-            self._space.grow(self._next_blocks())
 
     def erase(self, record: Record) -> None:
         with self._table_lock:
@@ -150,9 +152,18 @@ class Slab:
     # -- I/O, in worker threads -------------------------------------------------------------------------------------
 
     def grow(self) -> None:
-        """Reserve the next step of the slab."""
-        old, new = self._space.num_blocks, self._next_blocks()
-        self._files.allocate(self._at.slab, old * BLOCK_BYTES, (new - old) * BLOCK_BYTES)
+        """Reserve the next step of the slab, a smaller one where the disk is nearly full."""
+        step = min(self._plan.step_blocks, self._plan.max_blocks - self._allocated_blocks)
+        while True:
+            try:
+                at = self._allocated_blocks * BLOCK_BYTES
+                self._files.allocate(self._at.slab, at, step * BLOCK_BYTES)
+                self._allocated_blocks += step
+                return
+            except OSError as error:
+                if error.errno != errno.ENOSPC or step <= _LEAST_STEP_BLOCKS:
+                    raise
+                step //= 2
 
     def flush(self) -> None:
         with self._table_lock:
@@ -181,12 +192,10 @@ class Slab:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def _next_blocks(self) -> int:
-        return min(self._space.num_blocks + self._plan.step_blocks, self._plan.max_blocks)
-
     def _begin(self, found: Recovered, num_blocks: int) -> None:
         self._damage = {"entry": found.damaged, "dropped": found.dropped}
         self._erasures.clear()
+        self._allocated_blocks = num_blocks
         self._space = Space(num_blocks, (extent for record in found.records for extent in record.extents))
         used = {record.slot for record in found.records}
         self._fresh_slot = max(used, default=-1) + 1

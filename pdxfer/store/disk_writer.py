@@ -51,7 +51,8 @@ class Writer:
         """The key, room and a buffer are ours; or why not."""
         record = Record(key=key, num_bytes=num_bytes, tenant=kept_tenant(tenant), created_wall=self._clock.wall())
         while (outcome := self._refused(record, deadline)) is None and (writer := self._writing.get(key)) is not None:
-            await all_within((writer,), self._left(deadline))
+            if not await all_within((writer,), self._left(deadline)):
+                return Outcome.LATE
         if outcome is not None:
             return outcome
         self._writing[key] = asyncio.get_running_loop().create_future()
@@ -98,7 +99,10 @@ class Writer:
                 shelf.occupied()
                 return None
             if not over_quota and shelf.medium.may_grow(self._clock.now()):
-                growth_failed = not await self._grow(deadline)
+                growth = self._start_growth()
+                if not await all_within((growth,), self._left(deadline)):
+                    return Outcome.LATE
+                growth_failed = growth.exception() is not None
                 continue
             victim = shelf.index.victim(self._clock.wall(), record.tenant if over_quota else None)
             if victim is not None:
@@ -109,14 +113,12 @@ class Writer:
                 return Outcome.FULL
         return Outcome.FAILED
 
-    async def _grow(self, deadline: float) -> bool:
-        """Let the medium take more of its capacity into use, one step at a time. False: it cannot."""
+    def _start_growth(self) -> "asyncio.Future[None]":
+        """Let the medium take more of its capacity into use, one step at a time."""
         if self._growth is None:
             self._growth = self._shelf.jobs.submit(self._shelf.medium.grow)
             self._growth.add_done_callback(partial(self._grown, self._shelf.epoch))
-        growth = self._growth
-        await all_within((growth,), self._left(deadline))
-        return not growth.done() or growth.exception() is None
+        return self._growth
 
     def _grown(self, epoch: int, job: "asyncio.Future[None]") -> None:
         self._growth = None
