@@ -8,7 +8,7 @@ import typer
 from pdxfer.cli.options import new_app
 from pdxfer.core.errors import ConfigError
 
-BENCHES = ("reuse", "router", "store", "transfer", "ttft")
+BENCHES = ("codec", "reuse", "router", "store", "transfer", "ttft")
 app = new_app()
 
 
@@ -16,10 +16,10 @@ app = new_app()
 def bench(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(help="reuse, router, store, transfer or ttft; `bench NAME --help` shows its options.")
+        str, typer.Argument(help="codec, reuse, router, store, transfer or ttft; `bench NAME --help` shows its options.")
     ],
 ) -> None:
-    """Measure reuse, router, store, transfer or time to first token.
+    """Measure codecs, reuse, router, store, transfer or time to first token.
 
     Example: pdxfer bench ttft --lens 1000,3500 --reps 5
     """

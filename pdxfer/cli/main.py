@@ -22,11 +22,12 @@ COMMANDS = {
     "nodes": "Engines the router knows: state, load, channels, health; role, credit and log level of one.",
     "events": "What happened lately: joins, losses, drains, fallbacks.",
     "cache": "Look into the engines' stores: lookup, clear, pin, move, compress, export, verify ...",
+    "codec": "Codecs of stored and sent KV: list, calibrate, tables.",
     "drain": "Give an engine no new requests.",
     "undrain": "Give a drained engine new requests again.",
     "keys": "Make the keys of a cluster.",
     "completion": "Print a script that completes commands in bash, zsh or fish.",
-    "bench": "Measure router, store, transfer or time to first token.",
+    "bench": "Measure codecs, router, store, transfer or time to first token.",
 }
 """Name → one line of help; `pdxfer.cli.<name>.app` is the command."""
 _FAILED, _USAGE, _UNREACHABLE = 1, 2, 3

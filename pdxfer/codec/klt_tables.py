@@ -34,7 +34,7 @@ def streams(num_planes: int) -> Iterator[slice]:
 def classes(spread_in_steps: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Class of each channel by its standard deviation in steps."""
     octaves = np.log2(np.maximum(spread_in_steps.astype(np.float64), 1e-6))
-    return np.clip(np.rint(4 * octaves) + CLASS_OF_ONE, 0, NUM_CLASSES - 1).astype(np.uint8)
+    return np.asarray(np.clip(np.rint(4 * octaves) + CLASS_OF_ONE, 0, NUM_CLASSES - 1), np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +110,9 @@ class Model:
         kept = np.ascontiguousarray(a["kept"][index])
         rows = [a["classes"][index, p, :n] for p, n in enumerate(kept)]
         transform = Transform(
-            mean=a["mean"], in_scale=a["in_scale"], forward=a["forward"], out_scale=a["out_scale"] / step,
-            inverse=a["inverse"], scale=a["scale"] * step, kept=kept,
+            mean=a["mean"], in_scale=a["in_scale"], forward=a["forward"],
+            out_scale=np.asarray(a["out_scale"] / step, np.float32), inverse=a["inverse"],
+            scale=np.asarray(a["scale"] * step, np.float32), kept=kept,
             turned=np.zeros(self._planes, np.uint8) if not self._wavelengths.size else self._is_key(),
         )  # fmt: skip
         return Level(
@@ -121,7 +122,7 @@ class Model:
         )
 
     def _is_key(self) -> npt.NDArray[np.uint8]:
-        return (np.arange(self._planes) // self.groups % 2 == 0).astype(np.uint8)
+        return np.asarray(np.arange(self._planes) // self.groups % 2 == 0, np.uint8)
 
 
 _SHAPES = {

@@ -84,6 +84,15 @@ def pack_tables(freq: rans.Freq) -> bytes:
     return numbers(len(packed)) + packed
 
 
+RAW = 0xFFFFFFFF
+"""Mode of a payload that is the values themselves: what could not be made smaller."""
+
+
+def smaller(payload: bytes, values: Bytes) -> bytes:
+    """The payload, or the values as they are where those are shorter."""
+    return payload if len(payload) < values.nbytes else numbers(RAW) + values.tobytes()
+
+
 def numbers(*values: int) -> bytes:
     """u32 each."""
     return np.array(values, "<u4").tobytes()

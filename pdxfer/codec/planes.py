@@ -22,11 +22,15 @@ from pdxfer.codec.native import POINTER, function, pointer
 from pdxfer.core.errors import ConfigError
 
 Floats = npt.NDArray[np.float32]
+Shifts = npt.NDArray[np.int16]
 Values = npt.NDArray[Any]
 """[P, H, S, D]: uint16 bits of bfloat16, or float32."""
 
 MAX_CHANNELS = 512
 NO_ANGLES = np.zeros((0, 0), np.float32)
+NO_SHIFTS = np.zeros(0, np.int16)
+SHIFT_LIMIT = 16000
+"""Eighths of a step: what keeps the inverse's sums in int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class Uniform:
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """Symbols = 128 + round(out_scale * (forward · round((x - mean) * in_scale))), x with RoPE off.
+    """Coefficients = out_scale * (forward · round((x - mean) * in_scale)), x with RoPE off; shift = their mean over the
+    chunk in eighths; symbols = 128 + round(coefficients - shift / 8).
 
     Sums of `forward` stay below 2^31, those of `inverse` below 2^24: exact in int32 and in float32.
     """
@@ -119,8 +124,8 @@ _P, _I = POINTER, c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "klt_stats": (None, [_P, _I, _P, _P, _P]),
     "klt_quantise": (None, [_P, _I, _P, _P, _P, _P, _P]),
-    "klt_forward": (None, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _P, _P, _P]),
-    "klt_decode": (c_int, [_P, _I, _P, _I, _P, _P, _I, _P, _P, _P, _P, _P, _P, _P, _P, _P]),
+    "klt_forward": (None, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _P, _P, _P, _P, _P]),
+    "klt_decode": (c_int, [_P, _I, _P, _I, _P, _P, _I, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P]),
 }
 
 
@@ -139,7 +144,7 @@ def check_channels(channels: int) -> None:
 def angles(positions: npt.NDArray[np.int64], inverse_wavelengths: npt.NDArray[np.float64]) -> Floats:
     """[T, rotary]: cosines, then sines, of each position's RoPE angles."""
     turns = positions[:, None].astype(np.float64) * inverse_wavelengths[None]
-    return np.concatenate([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+    return np.asarray(np.concatenate([np.cos(turns), np.sin(turns)], axis=1), np.float32)
 
 
 def stats(values: Values, window: Window, *, native: bool = True) -> tuple[Floats, Floats]:
@@ -152,7 +157,7 @@ def stats(values: Values, window: Window, *, native: bool = True) -> tuple[Float
         _numba().stats(values, window.skip, window.tokens, wide, mean, deviation)
     else:
         run(pointer(values), len(values), pointer(dims(values, window, 0)), pointer(mean), pointer(deviation))
-    return mean, np.sqrt(deviation)
+    return mean, np.asarray(np.sqrt(deviation))
 
 
 def quantise(values: Values, window: Window, by: Uniform, *, native: bool = True) -> tuple[rans.Symbols, rans.Symbols]:
@@ -174,21 +179,24 @@ def quantise(values: Values, window: Window, by: Uniform, *, native: bool = True
 
 def forward(
     values: Values, window: Window, by: Transform, turns: Floats, *, native: bool = True
-) -> tuple[rans.Symbols, rans.Symbols]:
-    """Symbols [sum of kept, T], and which tokens of a plane do not fit [P, T]. `turns`: of `angles`, or NO_ANGLES."""
+) -> tuple[rans.Symbols, Shifts, rans.Symbols]:
+    """Symbols [sum of kept, T], shifts [sum of kept], and which tokens of a plane do not fit [P, T]. `turns`: of
+    `angles`, or NO_ANGLES."""
     planes = len(by.mean)
+    shifts = np.empty(int(by.kept.sum()), np.int16)
     sym = np.empty((int(by.kept.sum()), window.tokens), np.uint8)
     escaped = np.empty((planes, window.tokens), np.uint8)
     run = _native("klt_forward") if native else None
     if run is None:
-        _forward_numba(values, window, by, turns, sym, escaped)
+        _forward_numba(values, window, by, turns, sym, shifts, escaped)
     else:
+        work = np.empty((window.tokens, by.forward.shape[2]), np.float32)
         run(
             pointer(values), planes, pointer(dims(values, window, turns.shape[1])), pointer(by.mean),
             pointer(by.in_scale), pointer(by.forward), by.forward.shape[2], pointer(by.kept), pointer(by.out_scale),
-            pointer(by.turned), pointer(turns), pointer(sym), pointer(escaped),
+            pointer(by.turned), pointer(turns), pointer(work), pointer(sym), pointer(shifts), pointer(escaped),
         )  # fmt: skip
-    return sym, escaped
+    return sym, shifts, escaped
 
 
 def decode(
@@ -196,30 +204,36 @@ def decode(
     freq: rans.Freq,
     table: rans.Rows,
     by: Uniform | Transform,
+    shifts: Shifts,
     turns: Floats,
     out: Values,
     window: Window,
     *,
     native: bool = True,
 ) -> None:
-    """The window of `out` [P, H, S, D] from one rANS stream. Raises FrameError; writes nothing outside `out`."""
+    """The window of `out` [P, H, S, D] from one rANS stream. Raises FrameError; writes nothing outside `out`.
+
+    `shifts`: [sum of kept], within SHIFT_LIMIT; of a Uniform: NO_SHIFTS.
+    """
     planes, heads, _, dim = out.shape
     channels = heads * dim
     transform = by if isinstance(by, Transform) else None
     kept = transform.kept if transform else np.full(planes, channels, np.int64)
     scale = transform.scale if transform else by.step if isinstance(by, Uniform) else by.scale
     turned = transform.turned if transform else np.zeros(planes, np.uint8)
-    assert len(table) == int(kept.sum())
+    assert len(table) == int(kept.sum()) and len(shifts) == (len(table) if transform else 0)
     assert by.mean.shape == scale.shape == (planes, channels)
     slots = np.empty((len(freq), rans.PROB), np.uint32)
     run = _native("klt_decode") if native else None
     if run is None:
         sums = np.zeros((planes, window.tokens, channels), np.float32)
+        mean = by.mean
         error = int(_numba().symbols(words, freq, table, slots, kept, sums))
         if transform and error == 0:
             most = int(kept.max(initial=0))
             sums = np.matmul(sums[:, :, :most], transform.inverse_plain[:, :most])
-        _numba().finish(sums, window.skip, out.dtype == np.float32, by.mean, scale, turned, turns, out)
+            mean = _moved(transform, shifts)
+        _numba().finish(sums, window.skip, out.dtype == np.float32, mean, scale, turned, turns, out)
     else:
         pitch = (window.tokens + 63) // 64 * 64
         work = np.empty(pitch * (3 * channels + 18), np.uint8)
@@ -227,15 +241,35 @@ def decode(
             run(
                 pointer(words), words.size, pointer(freq), len(freq), pointer(table), pointer(slots), planes,
                 pointer(dims(out, window, turns.shape[1])), pointer(kept),
-                pointer(transform.inverse) if transform else None, pointer(by.mean), pointer(scale), pointer(turned),
-                pointer(turns), pointer(work), pointer(out),
+                pointer(shifts) if transform else None, pointer(transform.inverse) if transform else None,
+                pointer(by.mean), pointer(scale), pointer(turned), pointer(turns), pointer(work), pointer(out),
             )
         )  # fmt: skip
     rans.check(error)
 
 
+def _moved(by: Transform, shifts: Shifts) -> Floats:
+    """Mean [P, C] with the shifts in it. In two parts of 7 bits, whose sums are exact in float32."""
+    planes, channels = by.mean.shape
+    parts = np.zeros((planes, 2, channels), np.float32)
+    row = 0
+    for p, used in enumerate(by.kept):
+        whole = shifts[row : row + used].astype(np.int32) + 64
+        parts[p, 0, :used], parts[p, 1, :used] = whole >> 7, (whole & 127) - 64
+        row += used
+    high, low = np.matmul(parts, by.inverse_plain).transpose(1, 0, 2).astype(np.int64)
+    moved = (128 * high + low).astype(np.float32) * (by.scale * np.float32(0.125))
+    return np.asarray(moved + by.mean)
+
+
 def _forward_numba(
-    values: Values, window: Window, by: Transform, turns: Floats, sym: rans.Symbols, escaped: rans.Symbols
+    values: Values,
+    window: Window,
+    by: Transform,
+    turns: Floats,
+    sym: rans.Symbols,
+    shifts: Shifts,
+    escaped: rans.Symbols,
 ) -> None:
     planes, channels = by.mean.shape
     whole = np.empty((window.tokens, channels), np.float64)
@@ -248,5 +282,5 @@ def _forward_numba(
         )  # fmt: skip
         used = int(by.kept[p])
         sums = whole @ by.forward_plain[p, :, :used]
-        _numba().symbols_of(sums, by.out_scale[p], sym[row : row + used], bad)
+        _numba().symbols_of(sums, by.out_scale[p], sym[row : row + used], shifts[row : row + used], bad)
         row += used

@@ -11,6 +11,7 @@ from pdxfer.codec import rans_numba
 MAGIC = np.float32(12582912.0)
 FORWARD_LIMIT = np.float32(8191.0)
 SYMBOL_LIMIT = np.float32(127.0)
+SHIFT_LIMIT = np.float32(16000.0)
 FINITE_LIMIT = np.float32(1e18)
 
 _jit = numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -142,16 +143,35 @@ def prepare(plane, skip, wide, mean, in_scale, turned, angles, whole, bad):  # t
 
 
 @_jit
-def symbols_of(sums, out_scale, sym, bad):  # type: ignore[no-untyped-def]
-    """Second part: sym [kept, T] of sums [T, kept], which hold integers."""
-    scaled = np.empty(sums.shape[1], np.float32)
-    q = np.empty(sums.shape[1], np.uint8)
-    for t in range(sums.shape[0]):
-        for k in range(q.size):
-            scaled[k] = np.float32(np.int32(sums[t, k])) * out_scale[k]
-        if _symbols(scaled, q):
+def symbols_of(sums, out_scale, sym, shifts, bad):  # type: ignore[no-untyped-def]
+    """Second part: shifts [kept] and sym [kept, T] of sums [T, kept], which hold integers."""
+    tokens, used = sums.shape
+    v = np.empty((tokens, used), np.float32)
+    total = np.zeros(used, np.float32)
+    good = 0
+    for t in range(tokens):
+        for k in range(used):
+            v[t, k] = np.float32(np.int32(sums[t, k])) * out_scale[k]
+        if bad[t]:
+            continue
+        good += 1
+        for k in range(used):
+            total[k] += v[t, k]
+    each = np.float32(8) / np.float32(max(good, 1))
+    shift = np.empty(used, np.float32)
+    for k in range(used):
+        eighths = min(max(total[k] * each, -SHIFT_LIMIT), SHIFT_LIMIT)
+        r = eighths + MAGIC
+        shifts[k] = np.int16(np.int32(r - MAGIC))
+        shift[k] = np.float32(shifts[k]) * np.float32(0.125)
+    q = np.empty(used, np.uint8)
+    for t in range(tokens):
+        row = v[t]
+        for k in range(used):
+            row[k] -= shift[k]
+        if _symbols(row, q):
             bad[t] = 1
-        for k in range(q.size):
+        for k in range(used):
             sym[k, t] = np.uint8(128) if bad[t] else q[k]
 
 

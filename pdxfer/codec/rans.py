@@ -73,7 +73,7 @@ def _native(name: str) -> Callable[..., Any] | None:
 def encode(sym: Symbols, table: Rows, freq: Freq, *, native: bool = True) -> Words:
     """Words of one stream. `freq` must give every symbol of a row a frequency. Raises ValueError if it does not."""
     rows, cols = sym.shape
-    sym, table, freq = (np.ascontiguousarray(a) for a in (sym, table, freq))
+    sym, table, freq = np.ascontiguousarray(sym), np.ascontiguousarray(table), np.ascontiguousarray(freq)
     out = np.empty(rows * cols + STATE_WORDS + 32, np.uint16)
     run = _native("rans_encode") if native else None
     if run is None:
@@ -94,7 +94,7 @@ def encode(sym: Symbols, table: Rows, freq: Freq, *, native: bool = True) -> Wor
 
 def decode(words: Words, table: Rows, freq: Freq, cols: int, *, native: bool = True) -> Symbols:
     """Symbols [rows, cols] of one stream. Raises FrameError; never reads or writes outside its arrays."""
-    words, table, freq = (np.ascontiguousarray(a) for a in (words, table, freq))
+    words, table, freq = np.ascontiguousarray(words), np.ascontiguousarray(table), np.ascontiguousarray(freq)
     sym = np.empty((len(table), cols), np.uint8)
     shared = len(freq) <= SHARED_TABLES
     slots = np.empty((len(freq) if shared else 1, PROB), np.uint32)

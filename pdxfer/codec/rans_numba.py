@@ -20,7 +20,7 @@ def check(freq):  # type: ignore[no-untyped-def]
         for s in range(256):
             if freq[t, s] >= PROB:
                 return BAD_TABLE
-            total += np.int64(freq[t, s])
+            total += int(freq[t, s])
         if total != PROB:
             return BAD_TABLE
     return OK
@@ -111,7 +111,7 @@ def decode(words, freq, table, slots, shared, sym):  # type: ignore[no-untyped-d
         for t in range(freq.shape[0]):
             fill_slots(freq[t], slots[t])
     for i in range(sym.shape[0]):
-        t = np.int64(table[i])
+        t = int(table[i])
         if t >= freq.shape[0]:
             return BAD_TABLE
         if not shared:
@@ -133,7 +133,7 @@ def encode(sym, freq, table, out):  # type: ignore[no-untyped-def]
     current = -1
     pos = out.size
     for i in range(sym.shape[0] - 1, -1, -1):
-        t = np.int64(table[i])
+        t = int(table[i])
         if t >= freq.shape[0]:
             return BAD_TABLE
         if t != current:

@@ -49,6 +49,11 @@ def codec(name: str, level: int = 0, tables: Tables | None = None) -> Codec:
     return make(level, tables)
 
 
+def names() -> list[str]:
+    """All registered names, sorted."""
+    return sorted({*BUILT_IN, *_plugins()})
+
+
 def _plugins() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group="pdxfer.codecs")}
 

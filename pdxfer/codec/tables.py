@@ -4,8 +4,8 @@
     each at a multiple of 64; at the very end 16 bytes: blake3 of everything before. That digest names the tables in
     every frame made with them.
 
-`TableFolder` keeps the files of one model: NAME-DIGEST.pdxt, and NAME.current naming the one to encode with. Made by
-calibrate.py, read by klt and cachegen.
+`TableFolder` keeps the files of one model: NAME-DIGEST.pdxt, and NAME.current naming the one to encode with; NAME is
+the codec, or codec-lN where each level has its own. Made by calibrate.py, read by klt and cachegen.
 """
 
 import json
@@ -117,12 +117,14 @@ class TableFolder:
         return f"<TableFolder {self.path}>"
 
     def current(self, codec: str, level: int) -> bytes | None:
-        """The tables to encode with; one file serves all levels."""
-        try:
-            name = (self.path / f"{_checked(codec)}.current").read_text(encoding="ascii").strip()
-            return self.find(bytes.fromhex(name))
-        except (FileNotFoundError, ValueError):
-            return None
+        """The tables to encode with: those of this level, else those for all."""
+        for name in (f"{_checked(codec)}-l{level}", codec):
+            try:
+                digest = (self.path / f"{name}.current").read_text(encoding="ascii").strip()
+                return self.find(bytes.fromhex(digest))
+            except (FileNotFoundError, ValueError):
+                continue
+        return None
 
     def find(self, digest: bytes) -> bytes | None:
         """Tables by digest; None: not here. What is damaged is found out by whoever parses it."""
@@ -134,9 +136,11 @@ class TableFolder:
         """Store and make current; older ones stay, for the frames made with them."""
         data = tables.to_bytes()
         self.path.mkdir(parents=True, exist_ok=True)
-        path = self.path / f"{_checked(tables.codec)}-{tables.digest.hex()}.pdxt"
+        level = tables.facts.get("level")
+        name = _checked(tables.codec) if level is None else f"{_checked(tables.codec)}-l{int(level)}"
+        path = self.path / f"{name}-{tables.digest.hex()}.pdxt"
         _replace(path, data)
-        _replace(self.path / f"{tables.codec}.current", tables.digest.hex().encode("ascii"))
+        _replace(self.path / f"{name}.current", tables.digest.hex().encode("ascii"))
         return path
 
     def files(self) -> list[Path]:
@@ -154,3 +158,23 @@ def _replace(path: Path, data: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_bytes(data)
     os.replace(beside, path)
+
+
+class MemoryTables:
+    """base.Tables over tables in memory: for calibration, tests and benches."""
+
+    def __init__(self, *files: TableFile) -> None:
+        self._by_digest = {}
+        self._current = {}
+        for file in files:
+            data = file.to_bytes()
+            self._by_digest[file.digest] = data
+            self._current[file.codec, file.facts.get("level")] = data
+
+    def current(self, codec: str, level: int) -> bytes | None:
+        """Those of this level, else those for all."""
+        return self._current.get((codec, level)) or self._current.get((codec, None))
+
+    def find(self, digest: bytes) -> bytes | None:
+        """By digest."""
+        return self._by_digest.get(digest)

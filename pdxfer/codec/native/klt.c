@@ -241,13 +241,14 @@ PDX_API void PDX(klt_quantise)(const uint8_t *values, int64_t planes, const int6
     }
 }
 
-/* Symbols by transform. Per plane p: limits +-8191 on (x - mean) * in_scale, pair matrix forward + offset[p] of `width`
- * columns, kept[p] of them coded: sym[sum of kept][tokens] = 128 + round(sum * out_scale). angles[tokens][rotary] for
- * the planes with turned[p]. Escapes as in klt_quantise; in all of out_scale [planes][width]. */
+/* Symbols by transform. Per plane p: limits +-8191 on (x - mean) * in_scale, pair matrix forward + p * channels * width
+ * of `width` columns, kept[p] of them coded: coefficient v = sum * out_scale, shift = round(8 * mean of v), then
+ * sym[sum of kept][tokens] = 128 + round(v - shift / 8), shifts[sum of kept]. angles[tokens][rotary] for the planes with
+ * turned[p]. Escapes as in klt_quantise. out_scale: [planes][width]; work: tokens * width floats. */
 PDX_API void PDX(klt_forward)(const uint8_t *values, int64_t planes, const int64_t *dims, const float *mean,
                               const float *in_scale, const int16_t *forward, int64_t width, const int64_t *kept,
-                              const float *out_scale, const uint8_t *turned, const float *angles, uint8_t *sym,
-                              uint8_t *escaped)
+                              const float *out_scale, const uint8_t *turned, const float *angles, float *work,
+                              uint8_t *sym, int16_t *shifts, uint8_t *escaped)
 {
     const geometry *g = (const geometry *)dims;
     const int64_t channels = g->channels, plane_bytes = channels * g->stride * (g->wide ? 4 : 2);
@@ -255,14 +256,15 @@ PDX_API void PDX(klt_forward)(const uint8_t *values, int64_t planes, const int64
     float x[MAX_CHANNELS];
     uint32_t in[STEP_TOKENS][MAX_CHANNELS / 2];
     int32_t sums[STEP_TOKENS * MAX_CHANNELS];
-    uint8_t q[STEP_TOKENS][MAX_CHANNELS];
+    uint8_t q[16][MAX_CHANNELS];
     for (int64_t p = 0; p < planes; p++, values += plane_bytes) {
         const float *m = mean + p * channels, *a = in_scale + p * channels, *out = out_scale + p * width;
         const int16_t *matrix = forward + p * channels * width;
         const int64_t used = kept[p], padded = (used + 15) / 16 * 16;
+        float total[MAX_CHANNELS] = {0}, shift[MAX_CHANNELS];
+        int64_t good = 0;
         for (int64_t from = 0; from < g->tokens; from += STEP_TOKENS) {
             const int64_t n = g->tokens - from < STEP_TOKENS ? g->tokens - from : STEP_TOKENS;
-            uint8_t bad[STEP_TOKENS] = {0};
             memset(in, 0, sizeof in);
             for (int64_t t = 0; t < n; t++) {
                 uint32_t wrong = 0;
@@ -276,16 +278,37 @@ PDX_API void PDX(klt_forward)(const uint8_t *values, int64_t planes, const int64
                     wrong |= !fits;
                     to[c] = (int16_t)(int32_t)round_even(fits ? v : 0.0f);
                 }
-                bad[t] = (uint8_t)wrong;
+                escaped[from + t] = (uint8_t)wrong;
             }
             run(in[0], 1, MAX_CHANNELS / 2, channels / 2, matrix, width, padded, sums);
             for (int64_t t = 0; t < n; t++) {
-                uint32_t wrong = bad[t];
+                float *v = work + (from + t) * width;
+                for (int64_t k = 0; k < used; k++)
+                    v[k] = (float)sums[t * padded + k] * out[k];
+                if (escaped[from + t])
+                    continue;
+                good++;
+                for (int64_t k = 0; k < used; k++)
+                    total[k] += v[k];
+            }
+        }
+        const float each = 8.0f / (float)(good ? good : 1);
+        for (int64_t k = 0; k < used; k++) {
+            float eighths = total[k] * each;
+            eighths = eighths > 16000.0f ? 16000.0f : eighths < -16000.0f ? -16000.0f : eighths;
+            shifts[k] = (int16_t)(int32_t)round_even(eighths);
+            shift[k] = (float)shifts[k] * 0.125f;
+        }
+        for (int64_t from = 0; from < g->tokens; from += 16) {
+            const int64_t n = g->tokens - from < 16 ? g->tokens - from : 16;
+            for (int64_t t = 0; t < n; t++) {
+                const float *v = work + (from + t) * width;
+                uint32_t wrong = escaped[from + t];
                 for (int64_t k = 0; k < used; k++) {
-                    float v = (float)sums[t * padded + k] * out[k];
-                    uint32_t fits = magnitude(v) <= 127.0f;
+                    float r = v[k] - shift[k];
+                    uint32_t fits = magnitude(r) <= 127.0f;
                     wrong |= !fits;
-                    q[t][k] = (uint8_t)((int32_t)round_even(fits ? v : 0.0f) + 128);
+                    q[t][k] = (uint8_t)((int32_t)round_even(fits ? r : 0.0f) + 128);
                 }
                 escaped[from + t] = (uint8_t)wrong;
                 if (wrong)
@@ -296,6 +319,7 @@ PDX_API void PDX(klt_forward)(const uint8_t *values, int64_t planes, const int64
                     sym[k * g->tokens + from + t] = q[t][k];
         }
         sym += used * g->tokens;
+        shifts += used;
         escaped += g->tokens;
     }
 }
@@ -359,11 +383,19 @@ static void by_step(const plane_job *job)
     }
 }
 
-static void by_matrix(const plane_job *job, int64_t used, const int16_t *matrix, uint32_t *pairs, product_kernel run)
+static void by_matrix(const plane_job *job, int64_t used, const int16_t *shifts, const int16_t *matrix, uint32_t *pairs,
+                      product_kernel run)
 {
     const int64_t channels = job->g->channels, pitch = job->pitch, count = (used + 1) / 2;
     int32_t sums[STEP_TOKENS * MAX_CHANNELS];
-    float x[MAX_CHANNELS];
+    float x[MAX_CHANNELS], mean[MAX_CHANNELS];
+    for (int64_t k = 0; k < count; k++)
+        pairs[k] = (uint16_t)shifts[2 * k] | (uint32_t)(2 * k + 1 < used ? (uint16_t)shifts[2 * k + 1] : 0) << 16;
+    run(pairs, 1, 0, count, matrix, channels, channels, sums);
+    for (int64_t c = 0; c < channels; c++) {
+        float eighth = job->scale[c] * 0.125f, moved = (float)sums[c] * eighth;
+        mean[c] = moved + job->mean[c];
+    }
     for (int64_t k = 0; k < count; k++) {
         const uint8_t *a = job->sym + 2 * k * pitch, *b = 2 * k + 1 < used ? a + pitch : NULL;
         uint32_t *to = pairs + k * pitch;
@@ -378,7 +410,7 @@ static void by_matrix(const plane_job *job, int64_t used, const int16_t *matrix,
         for (int64_t t = 0; t < n; t++) {
             for (int64_t c = 0; c < channels; c++) {
                 float scaled = (float)sums[t * channels + c] * job->scale[c];
-                x[c] = scaled + job->mean[c];
+                x[c] = scaled + mean[c];
             }
             finish(job, from + t, x);
         }
@@ -386,13 +418,14 @@ static void by_matrix(const plane_job *job, int64_t used, const int16_t *matrix,
 }
 
 /* Values of `planes` planes out of one rANS stream. Per plane p: kept[p] rows of symbols, with table[sum of kept]; then
- * x = symbols * scale + mean (inverse NULL), or x = symbols · (pair matrix inverse[channels / 2][channels][2] of plane
- * p) * scale + mean; turned by RoPE where turned[p]. mean, scale: [planes][channels].
+ * x = symbols * scale + mean (inverse and shifts NULL), or x = (symbols + shifts / 8) · (pair matrix
+ * inverse[channels / 2][channels][2] of plane p) * scale + mean, with shifts[sum of kept] in +-16000; turned by RoPE
+ * where turned[p]. mean, scale: [planes][channels].
  * slots: 4096 entries per table. work: pitch * (channels * 3 + 18) bytes, pitch = tokens rounded up to 64. */
 PDX_API int PDX(klt_decode)(const u16a *words, int64_t num_words, const uint16_t *freq, int64_t num_tables,
                             const uint32_t *table, uint32_t *slots, int64_t planes, const int64_t *dims,
-                            const int64_t *kept, const int16_t *inverse, const float *mean, const float *scale,
-                            const uint8_t *turned, const float *angles, uint8_t *work, uint8_t *out)
+                            const int64_t *kept, const int16_t *shifts, const int16_t *inverse, const float *mean,
+                            const float *scale, const uint8_t *turned, const float *angles, uint8_t *work, uint8_t *out)
 {
     const geometry *g = (const geometry *)dims;
     const int64_t channels = g->channels, plane_bytes = channels * g->stride * (g->wide ? 4 : 2);
@@ -422,9 +455,10 @@ PDX_API int PDX(klt_decode)(const u16a *words, int64_t num_words, const uint16_t
             .angles = turned[p] ? angles : NULL, .out = out + p * plane_bytes,
         };
         if (inverse)
-            by_matrix(&job, kept[p], inverse + p * channels * channels, pairs, run);
+            by_matrix(&job, kept[p], shifts, inverse + p * channels * channels, pairs, run);
         else
             by_step(&job);
+        shifts = shifts ? shifts + kept[p] : shifts;
     }
     return error ? error : rans_close(&reader);
 }
