@@ -5,27 +5,12 @@
 What one call computed is loaded by the next one, also in another process and after a restart (docs/reuse.md).
 """
 
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-import msgspec
 from vllm import LLM as VllmLLM
 
-from pdxfer.config.flags import CONNECTOR, CONNECTOR_MODULE
+from pdxfer.config.offline import transfer_config
 from pdxfer.core.errors import ConfigError
-
-CACHE_KEYS = {
-    "chunk_size": "tokens of a chunk (256)",
-    "local_cpu": "keep KV in memory: True, or GiB",
-    "local_disk": "keep KV below this directory",
-    "max_local_disk_size": "GiB the directory may take (10)",
-    "remote_url": "keep KV at this URL: redis://, s3:// ...; or a list of them",
-    "compression": "how disk and remote keep values: raw, lossless, zstd, int8, fp8, int4, cachegen, klt",
-    "save_decoded": "keep what was generated too (True)",
-    "config": "a pdxfer configuration file or name below these settings",
-}
-"""What `cache` may hold."""
 
 
 class LLM(VllmLLM):
@@ -42,51 +27,3 @@ class LLM(VllmLLM):
             raise ConfigError("pdxfer.LLM sets kv_transfer_config itself: put what you need into `cache`")
         kwargs["kv_transfer_config"] = transfer_config(cache or {})
         super().__init__(model, *args, **kwargs)
-
-
-def transfer_config(cache: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's kv_transfer_config for these settings. Raises ConfigError for a key that there is not."""
-    for key in cache:
-        if key not in CACHE_KEYS:
-            near = get_close_matches(str(key), CACHE_KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(CACHE_KEYS)}"
-            raise ConfigError(f"pdxfer.LLM: cache has no key {key!r}; {hint}")
-    extra: dict[str, Any] = {"role": "both", "set": store_settings(cache)}
-    if cache.get("config"):
-        extra["config"] = cache["config"]
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def store_settings(cache: dict[str, Any]) -> list[str]:
-    """As `--set` has them."""
-    settings = ["store.enabled=true"]
-    if cache.get("chunk_size"):
-        settings.append(f"transport.chunk_tokens={int(cache['chunk_size'])}")
-    if "save_decoded" in cache:
-        settings.append(f"store.save_decoded={str(bool(cache['save_decoded'])).lower()}")
-    if tiers := _tiers(cache):
-        settings.append(f"store.tiers={msgspec.json.encode(tiers).decode()}")
-    return settings
-
-
-def _tiers(cache: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fastest first. Nothing said: the configuration's own."""
-    codec = str(cache.get("compression") or "raw")
-    tiers: list[dict[str, Any]] = []
-    memory = cache.get("local_cpu", not cache.get("config"))
-    if memory:
-        size = 0.0 if memory is True else float(memory)
-        tiers.append({"url": "dram:", "capacity_gib": size})
-    if cache.get("local_disk"):
-        size = float(cache.get("max_local_disk_size", 0.0))
-        directory = Path(cache["local_disk"]).expanduser().absolute()
-        tiers.append({"url": f"file://{directory}", "capacity_gib": size, "codec": codec})
-    remote = cache.get("remote_url") or []
-    tiers += [{"url": str(url), "codec": codec} for url in ([remote] if isinstance(remote, str) else remote)]
-    return tiers

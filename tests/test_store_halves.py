@@ -564,3 +564,26 @@ def test_a_prompt_that_the_store_has_whole_is_not_sent_at_all() -> None:
     assert CancelGrant in kinds and Grant not in kinds
     engine.receives.rank_loaded(loaded(engine.member.of(Load)[0], 6))
     assert engine.report() == {"r"}
+
+
+def test_a_decode_leg_that_the_store_does_not_know_is_transferred_all_the_same() -> None:
+    from pdxfer.wire.halves import Expect
+
+    engine, request = Engine(), prompt(96)
+    engine.store.grid.identities.clear()
+    paired(engine, request)
+    assert engine.ask(request) == (96, True)
+    engine.allocate(request, [1, 2, 3, 4, 5, 6], 96)
+    assert engine.member.of(Expect)[0].block_ids == [1, 2, 3, 4, 5, 6] and not engine.member.of(Load)
+
+
+def test_after_a_reset_nothing_that_was_stored_is_found() -> None:
+    """Weights changed under the engine: running requests save nothing more, new ones have other keys."""
+    engine, request = Engine(), prompt(96)
+    engine.hold(engine.keys(request))
+    running = prompt(64, "running")
+    engine.store.on_new_request(running)  # type: ignore[arg-type]
+    engine.store.reset()
+    assert engine.step(running, 0, 64, [1, 2, 3, 4]) == ()
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert engine.ask(request) == (0, False)

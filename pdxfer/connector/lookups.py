@@ -63,6 +63,11 @@ class Lookups:
         self._ask(lookup)
         return lookup.chunks
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        for request_id in list(self._lookups):
+            self.over(request_id)
+
     def chunks(self, request_id: str) -> PromptChunks | None:
         """Its chunk keys."""
         lookup = self._lookups.get(request_id)
@@ -109,7 +114,9 @@ class Lookups:
 
     def claimed(self, request_id: str) -> list[RankChunk]:
         """The answer vLLM acts on; a load of it begins."""
-        lookup = self._lookups[request_id]
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
+            return []
         lookup.num_loads += 1
         self._prefetch(lookup, [])
         return lookup.claimed

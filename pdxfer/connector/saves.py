@@ -89,6 +89,10 @@ class Saves:
         """A request has arrived."""
         self._requests[chunks.request.request_id] = _Saving(chunks)
 
+    def forget_requests(self) -> None:
+        """Save nothing more of the requests that run now."""
+        self._requests.clear()
+
     # ---- each step ---------------------------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput) -> tuple[SavePlan, ...]:

@@ -142,6 +142,11 @@ class SchedulerHalf:
         elif self._spills is not None and chunks is not None:
             self._spills.request_over(send, chunks, self._clock.now())
 
+    def reset(self) -> None:
+        """Nothing stored so far may be loaded again."""
+        if self._store is not None:
+            self._store.reset()
+
     @property
     def must_step(self) -> bool:
         """Keep an idle engine stepping: references are out that only a hook can return."""

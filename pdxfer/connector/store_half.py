@@ -4,7 +4,10 @@ Made where `store.enabled`. EngineCore thread only, like everything it holds.
 """
 
 import logging
+import secrets
 from urllib.parse import urlsplit
+
+from blake3 import blake3
 
 from pdxfer.config.store import StoreConfig
 from pdxfer.connector.chunks import Grid, PromptChunks
@@ -18,6 +21,7 @@ from pdxfer.connector.requests import unsupported_by_store
 from pdxfer.connector.save_policy import policy
 from pdxfer.connector.saves import POOL_SHARE, Saves
 from pdxfer.core.clock import Clock
+from pdxfer.kv.chunks import IDENTITY_BYTES
 from pdxfer.wire.store_facts import Found, Held, Saved, StoreCounts
 
 log = logging.getLogger(__name__)
@@ -97,6 +101,15 @@ class StoreHalf:
         """Before vLLM frees its blocks."""
         self.lookups.over(request.request_id)
         self.saves.request_over(request, table)
+
+    def reset(self) -> None:
+        """From now on other keys: what is stored cannot be found and goes as it ages. Requests that run now are neither
+        loaded nor saved any more: part of their KV is the old model's."""
+        nonce = secrets.token_bytes(16)
+        for rank, identity in self.grid.identities.items():
+            self.grid.identities[rank] = blake3(identity + nonce).digest(length=IDENTITY_BYTES)
+        self.lookups.clear()
+        self.saves.forget_requests()
 
     def apply(self, fact: Found | Saved | Held | StoreCounts) -> None:
         """A rank's report."""

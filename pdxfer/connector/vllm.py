@@ -153,6 +153,11 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._s.finished(request, block_ids[0] if block_ids else [])
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        """vLLM was told to forget everything, say because weights changed under it: stored KV is not to be used."""
+        self._s.reset()
+        return True
+
     def has_pending_block_frees(self) -> bool:
         return self._s.references_out
 
