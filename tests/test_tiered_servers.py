@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import pytest
 from servers.cloud import S3Server
 from servers.memcached import MemcachedServer
 from servers.process import ServerProcess
+from servers.proxy import FaultyProxy
 from servers.redis import RedisServer
 from test_tiered_faults import DAMAGES
 from tiered_kit import IDENTITY, Rig, chunk, key, until
@@ -30,6 +32,8 @@ SERVERS = {
     "memcached": MemcachedServer,
     "s3": S3Server,
 }
+LARGE = 300_000
+"""Bytes that 1 kB/s does not move in time."""
 BACK_S = 5.0
 """A server that is back is used again after this at the latest."""
 
@@ -105,3 +109,90 @@ async def test_two_stores_share_a_server(server: ServerProcess) -> None:
         assert len(await second.load(*range(10))) == 10
         await second.settled()
         assert (await second.load(0))[0] == "dram"
+
+
+# ---- one kind, more faults -------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def redis_below(url: str) -> AsyncIterator[Rig]:
+    """Memory over a Redis at this URL."""
+    settings = [
+        TierConfig(url="dram:", capacity_gib=0.03125),
+        TierConfig(url=url, get_timeout_s=0.3, put_timeout_s=0.5, promote=False),
+    ]
+    tiers = [await open_tier(t, SYSTEM_CLOCK) for t in settings]
+    store = TieredStore(tiers, StoreConfig(tiers=settings), IDENTITY)
+    await store.open()
+    try:
+        yield Rig(store, [FaultyTier(t) for t in tiers])
+    finally:
+        await store.close(store.clock.now() + 5)
+
+
+async def forget(r: Rig, *names: object) -> None:
+    """Memory drops them."""
+    await r.store.slots[0].delete([key(n) for n in names], r.soon)
+    r.store.events.evict("dram", [key(n) for n in names])
+
+
+@pytest.mark.parametrize("mode", ["freeze", "slow", "cut"])
+async def test_a_network_that_misbehaves(mode: Literal["freeze", "slow", "cut"]) -> None:
+    """Frozen, 1 kB/s, cut: requests end by their deadlines, then by none; afterwards all is as before."""
+    with RedisServer("valkey") as server, FaultyProxy(server.port) as proxy:
+        async with redis_below(f"redis://127.0.0.1:{proxy.port}") as r:
+            await r.saved("far", size=LARGE)
+            await forget(r, "far")
+            assert await r.load("far", size=LARGE) == {"far": "redis"}
+            proxy.set(mode)
+            for name in range(10):
+                begin = time.monotonic()
+                assert await r.save(name, size=LARGE) == ["held"]
+                assert await r.load("far", within=0.3, size=LARGE) == {}
+                assert await r.load(name, size=LARGE) == {name: "dram"}
+                assert time.monotonic() - begin < 2
+            proxy.set("pass")
+            await until(lambda: r.store.slots[1].readable, "the server to be used again", BACK_S)
+            assert await r.load("far", size=LARGE) == {"far": "redis"}
+            await r.settled()
+            await until(lambda: r.store.slots[1].strays == 0, "given up calls to end")
+            r.nothing_is_out()
+
+
+async def test_a_full_server_still_serves() -> None:
+    """It takes no more; what it has is read."""
+    with RedisServer("valkey", "--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server:
+        async with redis_below(server.url()) as r:
+            await r.saved(*range(40), size=LARGE)
+            stored = r.store.slots[1].counts["stored"]
+            assert 5 <= stored < 40
+            await forget(r, *range(40))
+            there = await r.load(*range(40), size=LARGE)
+            assert set(there.values()) == {"redis"} and len(there) == stored
+            r.nothing_is_out()
+
+
+async def test_a_server_that_evicts_half_of_our_keys() -> None:
+    """Pieces go one by one and nobody tells: whole chunks or misses, and they can be saved again."""
+    with RedisServer("valkey", "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-random") as server:
+        async with redis_below(server.url()) as r:
+            for name in range(40):
+                await r.saved(name, size=LARGE)
+            await forget(r, *range(40))
+            there = await r.load(*range(40), size=LARGE)
+            assert 5 <= len(there) < 40
+            gone = next(n for n in range(40) if n not in there)
+            await r.saved(gone, size=LARGE)
+            await forget(r, gone)
+            assert list(await r.load(gone, size=LARGE)) == [gone]
+            r.nothing_is_out()
+
+
+async def test_a_wrong_password_is_a_tier_that_is_away() -> None:
+    """The store starts and serves from memory."""
+    with RedisServer("valkey", "--requirepass", "right") as server:
+        async with redis_below(server.url(login=":wrong@")) as r:
+            await r.saved("a", "b", "c", "d", size=LARGE)
+            assert list(await r.load("a", "b", size=LARGE)) == ["a", "b"]
+            assert not r.store.slots[1].tier.stats().reachable
+            r.nothing_is_out()
