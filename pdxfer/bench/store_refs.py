@@ -25,12 +25,13 @@ from pdxfer.store.tiered import TieredStore
 async def open_arms(tier: str, url: str, load: Load) -> AsyncIterator[list[Arm]]:
     """Ours and its references for one tier, opened; closed at the end."""
     async with contextlib.AsyncExitStack() as stack:
-        scratch = None
+        scratch, capacity_gib = None, max(0.0625, SLACK * load.num_bytes / (1 << 30))
         if url.startswith("file:"):
             parent = url.removeprefix("file://")
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdxfer-bench-", dir=parent)))
             url = f"file://{scratch}/tier"
-        config = TierConfig(url=url, capacity_gib=max(0.0625, SLACK * load.num_bytes / (1 << 30)))
+        is_local = scratch is not None or url.startswith("dram:")
+        config = TierConfig(url=url, capacity_gib=capacity_gib if is_local else 0.0)
         opened = await open_tier(config, SYSTEM_CLOCK)
         if opened.kind == "dram":
             store = TieredStore([opened], StoreConfig(tiers=[config]), IDENTITY, num_threads=1)
