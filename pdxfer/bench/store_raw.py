@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from pdxfer.config.store import TierConfig
 from pdxfer.store.remote.cloud import CloudTier, load_opendal, operator_settings
 from pdxfer.store.remote.pieces import PIECE_BYTES
+from pdxfer.store.remote.tier import COMMON
 from pdxfer.store.remote.url import RemoteUrl, parse_url
 
 
@@ -21,6 +22,8 @@ class RawClient(Protocol):
 
     def get(self, key: bytes, into: memoryview) -> None: ...
 
+    def delete(self, key: bytes, num_bytes: int) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -28,7 +31,7 @@ class RawSocket:
     """What both protocols need: vectors out, lines and bodies in."""
 
     def __init__(self, url: str, port: int) -> None:
-        address = parse_url(TierConfig(url=url), (), port).addresses[0]
+        address = parse_url(TierConfig(url=url), COMMON, port).addresses[0]
         self._socket = socket.create_connection((address.host, address.port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._held = b""
@@ -91,6 +94,13 @@ class RawRedis(RawSocket):
             assert int(self.line()[1:]) == len(piece)
             self.body(piece)
 
+    def delete(self, key: bytes, num_bytes: int) -> None:
+        """All pieces."""
+        names = [name for name, _ in _pieces(key, memoryview(bytes(num_bytes)))]
+        self.send(b"".join(b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names))
+        for _ in names:
+            self.line()
+
 
 class RawMemcached(RawSocket):
     """ms and mg."""
@@ -113,12 +123,19 @@ class RawMemcached(RawSocket):
             assert int(self.line().split()[1]) == len(piece)
             self.body(piece)
 
+    def delete(self, key: bytes, num_bytes: int) -> None:
+        """All pieces."""
+        names = [name for name, _ in _pieces(key, memoryview(bytes(num_bytes)))]
+        self.send(b"".join(b"md %s\r\n" % name for name in names))
+        for _ in names:
+            self.line()
+
 
 class RawCloud:
     """opendal's blocking operator."""
 
     def __init__(self, url: str) -> None:
-        where: RemoteUrl = parse_url(TierConfig(url=url), ("prefix", *CloudTier.settings))
+        where: RemoteUrl = parse_url(TierConfig(url=url), (*COMMON, *CloudTier.settings))
         service, settings = operator_settings(where)
         self._operator: Any = load_opendal().Operator(service, **settings)
 
@@ -131,6 +148,10 @@ class RawCloud:
         with self._operator.open(key.decode(), "rb") as file:
             while into:
                 into = into[file.readinto(into) :]
+
+    def delete(self, key: bytes, num_bytes: int) -> None:
+        """The object."""
+        self._operator.delete(key.decode())
 
     def close(self) -> None:
         """Nothing to end."""

@@ -43,10 +43,13 @@ class MemcachedWire:
         self.stream.send([b"mn\r\n"], end)
         self._expect(self._line(end), b"MN")
 
-    def sizes(self, keys: Sequence[bytes], names: Sequence[bytes], end: float) -> list[int | None]:
+    def send_sizes(self, names: Sequence[bytes], end: float) -> None:
         """mg with flags and size, no bytes. Whether they are ours a get finds out."""
         self.stream.send([b"".join(b"mg %s f s\r\n" % name for name in names)], end)
-        return [self._size(self._line(end)) for _ in names]
+
+    def read_size(self, key: bytes, end: float) -> int | None:
+        """HD and flags, or EN."""
+        return self._size(self._line(end))
 
     def headers(self, names: Sequence[bytes], end: float) -> list[bytes | None]:
         """There are no ranges: the whole heads pass by. For deletes only."""

@@ -36,8 +36,12 @@ class PieceWire(Protocol):
         """Ask for a sign of life."""
         ...
 
-    def sizes(self, keys: Sequence[bytes], names: Sequence[bytes], end: float) -> list[int | None]:
-        """Length of the values with these heads, or GARBAGE; None: absent."""
+    def send_sizes(self, names: Sequence[bytes], end: float) -> None:
+        """Ask for the length of the values with these heads."""
+        ...
+
+    def read_size(self, key: bytes, end: float) -> int | None:
+        """One length, or GARBAGE; None: absent."""
         ...
 
     def headers(self, names: Sequence[bytes], end: float) -> list[bytes | None]:
@@ -94,7 +98,8 @@ class PieceSession:
 
     def lookup(self, keys: Sequence[bytes], end: float) -> list[Entry | None]:
         """In one round trip."""
-        sizes = self._wire.sizes(keys, [self._head(key) for key in keys], end)
+        self._wire.send_sizes([self._head(key) for key in keys], end)
+        sizes = [self._wire.read_size(key, end) for key in keys]
         return [
             Entry(key=key, num_bytes=size) if size is not None and size != GARBAGE else None
             for key, size in zip(keys, sizes, strict=True)
@@ -120,40 +125,41 @@ class PieceSession:
             raise ServerError(Reason.DAMAGED, f"value {key.hex()[:12]}: {error}", clean=True) from error
 
     def write(self, key: bytes, parts: Sequence[Buffer], num_bytes: int, end: float) -> Outcome:
-        """Pieces first, each answer read, then the head unless another writer's is there."""
-        name = self._head(key)
-        [known] = self._wire.sizes([key], [name], end)
-        if known == GARBAGE:
-            self._wire.drop([name], end)
-        elif known is not None:
-            return Outcome.ALREADY
-        put, payloads = secrets.token_bytes(8), pieces.split(parts, self._wire.room)
+        """One pipeline: is it there? - pieces, pieces are to stay, head. The server does them in this order, so the
+        head comes last. The first answer is waited for before anything large goes."""
+        name, put, payloads = self._head(key), secrets.token_bytes(8), pieces.split(parts, self._wire.room)
         count = len(payloads)
         if count > pieces.MAX_PIECES:
             return Outcome.TOO_LARGE
         rest = [self._piece(key, put, index) for index in range(1, count)]
 
-        def send(index: int, to: bytes) -> None:
-            header = pieces.seal(key, put, index, count, num_bytes, payloads[index])
-            self._wire.send_store(to, [header, *payloads[index]], num_bytes, index == 0, end)
+        def seal(index: int) -> bytes:
+            return pieces.seal(key, put, index, count, num_bytes, payloads[index])
 
+        self._wire.send_sizes([name], end)
+        known = self._wire.read_size(key, end)
+        if known == GARBAGE:
+            self._wire.drop([name], end)
+        elif known is not None:
+            return Outcome.ALREADY
         for index, to in enumerate(rest, 1):
-            send(index, to)
+            self._wire.send_store(to, [seal(index), *payloads[index]], num_bytes, False, end)
+        for to in rest:
+            self._wire.send_keep(to, end)
+        self._wire.send_store(name, [seal(0), *payloads[0]], num_bytes, True, end)
+        return self._read_written(name, rest, end)
+
+    def _read_written(self, name: bytes, rest: list[bytes], end: float) -> Outcome:
+        """The answers of `write`; whatever is there of a value that is not whole is dropped."""
         answers = [self._wire.read_stored(end) for _ in rest]
-        kept = False
-        if all(answer is True for answer in answers):
-            for to in rest:
-                self._wire.send_keep(to, end)
-            send(0, name)
-            kept = all([self._wire.read_kept(end) for _ in rest])
-            answers = [self._wire.read_stored(end)]
-            if kept and answers[0] is True:
-                return Outcome.STORED
-            if answers[0] is True:
-                rest.append(name)
-        if rest:
-            self._wire.drop(rest, end)
-        for answer in answers:
+        kept = all([self._wire.read_kept(end) for _ in rest])
+        stored = self._wire.read_stored(end)
+        if kept and stored is True:
+            return Outcome.STORED
+        dropped = [*rest, name] if stored is True else rest
+        if dropped:
+            self._wire.drop(dropped, end)
+        for answer in (*answers, stored):
             if isinstance(answer, ServerError):
                 raise answer
         return Outcome.ALREADY if kept else Outcome.FULL
@@ -237,7 +243,7 @@ class PieceSession:
         first = view[: head.length]
         self._stream.fill(first, end)
         self._wire.read_tail(end)
-        damage = None if pieces.payload_matches(head, first) else PieceError("the head's checksum is wrong")
+        damage: PieceError | None = None
         for index in rest:
             begin, stop = head.bounds(index)
             try:
@@ -257,7 +263,7 @@ class PieceSession:
         header = self._stream.take(HEADER_BYTES, end)
         self._stream.fill(view, end)
         self._wire.read_tail(end)
-        pieces.check_piece(header, key, head, index, view)
+        pieces.check_piece(header, key, head, index, view.nbytes)
 
     def _forget(self, num_bytes: int, end: float) -> None:
         """Read the rest of a body."""

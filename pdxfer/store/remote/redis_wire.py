@@ -17,7 +17,7 @@ from pdxfer.store.remote.resp import (
     expect_end,
     read_bulk_length,
     read_reply,
-    set_command,
+    value_command,
 )
 from pdxfer.store.remote.stream import Stream
 from pdxfer.store.remote.url import Address
@@ -52,8 +52,7 @@ class RedisWire:
 
     def __init__(self, address: Address, login: RedisLogin, times: RedisTimes, prefix: bytes, end: float) -> None:
         self._prefix, self._ttl_ms = prefix, times.ttl_ms
-        self._unfinished = (b"PX", b"%d" % times.unfinished_ms)
-        self._lasting = (b"PX", b"%d" % times.ttl_ms) if times.ttl_ms else ()
+        self._unfinished = b"%d" % times.unfinished_ms
         self.stream = Stream(address, end, login.tls)
         try:
             self._log_in(login, end)
@@ -65,28 +64,34 @@ class RedisWire:
         """PING."""
         self._ask([command(b"PING")], end)
 
-    def sizes(self, keys: Sequence[bytes], names: Sequence[bytes], end: float) -> list[int | None]:
-        """From the headers."""
-        headers = self.headers(names, end)
-        return [None if data is None else size_of_head(data, key) for key, data in zip(keys, headers, strict=True)]
+    def send_sizes(self, names: Sequence[bytes], end: float) -> None:
+        """GETRANGE of the headers."""
+        self.stream.send([b"".join(_header_command(name) for name in names)], end)
+
+    def read_size(self, key: bytes, end: float) -> int | None:
+        """From the header; an absent key is an empty string."""
+        answer = read_reply(self.stream, end)
+        if isinstance(answer, RespError):
+            raise as_error(answer, str(self.stream.address), in_step=False)  # further answers are on their way
+        return size_of_head(answer, key) if isinstance(answer, bytes) and answer else None
 
     def headers(self, names: Sequence[bytes], end: float) -> list[bytes | None]:
-        """GETRANGE: an absent key is an empty string."""
-        last = b"%d" % (HEADER_BYTES - 1)
-        answers = self._ask([command(b"GETRANGE", name, b"0", last) for name in names], end)
+        """GETRANGE."""
+        answers = self._ask([_header_command(name) for name in names], end)
         return [answer if isinstance(answer, bytes) and answer else None for answer in answers]
 
     def send_store(self, name: bytes, body: Sequence[Buffer], value_bytes: int, head: bool, end: float) -> None:
-        """SET ... PX, or SET ... NX."""
-        options = (b"NX", *self._lasting) if head else self._unfinished
-        self.stream.send(set_command(name, body, *options), end)
+        """PSETEX and SETNX, whose value comes last: one event less for the server than options behind it."""
+        words = [b"SET" if self._ttl_ms else b"SETNX", name] if head else [b"PSETEX", name, self._unfinished]
+        options = (b"NX", b"PX", b"%d" % self._ttl_ms) if head and self._ttl_ms else ()
+        self.stream.send(value_command(words, body, *options), end)
 
     def read_stored(self, end: float) -> bool | ServerError:
-        """OK, or nil where NX found one."""
+        """OK or 1; nil or 0 where there was one."""
         answer = read_reply(self.stream, end)
         if isinstance(answer, RespError):
             return as_error(answer, f"SET on {self.stream.address}")
-        return answer == b"OK"
+        return answer in (b"OK", 1)
 
     def send_keep(self, name: bytes, end: float) -> None:
         """PERSIST, or the value's ttl."""
@@ -155,3 +160,7 @@ class RedisWire:
             if isinstance(answer, RespError):
                 raise as_error(answer, str(self.stream.address))
         return answers
+
+
+def _header_command(name: bytes) -> bytes:
+    return command(b"GETRANGE", name, b"0", b"%d" % (HEADER_BYTES - 1))

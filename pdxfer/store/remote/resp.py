@@ -48,15 +48,19 @@ Reply = Union[bytes, int, None, RespError, "list[Reply]"]
 
 def command(*words: bytes) -> bytes:
     """One command with short arguments."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+    return b"*%d\r\n" % len(words) + b"".join(map(_word, words))
 
 
-def set_command(key: bytes, body: Sequence[Buffer], *options: bytes) -> list[Buffer]:
-    """SET with a large value that is sent from where it lies."""
+def value_command(words: Sequence[bytes], body: Sequence[Buffer], *options: bytes) -> list[Buffer]:
+    """A command with a large value after `words`, sent from where it lies."""
     length = sum(memoryview(part).nbytes for part in body)
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (3 + len(options), len(key), key, length)
-    tail = b"\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)
-    return [head, *body, tail]
+    count = b"*%d\r\n" % (len(words) + 1 + len(options))
+    head = count + b"".join(map(_word, words)) + b"$%d\r\n" % length
+    return [head, *body, b"\r\n" + b"".join(map(_word, options))]
+
+
+def _word(word: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(word), word)
 
 
 def read_reply(stream: Stream, end: float) -> Reply:
@@ -97,9 +101,9 @@ def expect_end(stream: Stream, end: float) -> None:
         raise ServerError(Reason.PROTOCOL, f"{stream.address} sent a value of another length than announced")
 
 
-def as_error(answer: RespError, what: str) -> ServerError:
-    """To be raised when all answers have been read."""
-    clean = answer.reason in (Reason.FULL, Reason.MOVED, Reason.PROTOCOL)
+def as_error(answer: RespError, what: str, in_step: bool = True) -> ServerError:
+    """`in_step`: to be raised when all answers have been read."""
+    clean = in_step and answer.reason in (Reason.FULL, Reason.MOVED, Reason.PROTOCOL)
     return ServerError(answer.reason, f"{what}: {answer.text}", clean=clean)
 
 
