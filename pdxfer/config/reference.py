@@ -21,7 +21,7 @@ pdxfer config list
 
 def render() -> str:
     """The whole page."""
-    schema = json_schema()
+    schema: dict[str, Any] = json_schema()
     defs: dict[str, Any] = schema["$defs"]
     sections: dict[str, Any] = defs["Config"]["properties"]
     parts = [_HEAD]

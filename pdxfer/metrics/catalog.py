@@ -28,11 +28,11 @@ OUTCOMES = (
 )  # fmt: skip
 FALLBACKS = (
     "prompt_list", "n", "best_of", "echo", "prompt_logprobs", "beam_search", "prompt_embeds", "endpoint", "router",
-    "router_unreachable",
+    "router_unreachable", "replay",
 )  # fmt: skip
 EVENTS = (
     "joined", "left", "suspect", "back", "drain", "undrain", "drained", "mismatch", "role", "policy", "credit_limit",
-    "lease_expired", "fell_back", "channel_open", "channel_broken", "evicted", "tier_away", "tier_back",
+    "lease_expired", "fell_back", "channel_open", "channel_broken", "evicted", "spilled", "tier_away", "tier_back",
     "proxy_joined", "proxy_left",
 )  # fmt: skip
 """Kinds of event; `GET /v1/events` has their details."""
@@ -54,6 +54,7 @@ NODE_COUNTS: dict[str, tuple[str, str]] = {
     "dropped_saves": ("chunks", "Chunks that were not saved: too much was waiting."),
     "stored_values": ("values", "Values that tiers took; a chunk kept in two tiers counts twice."),
     "corrupt_chunks": ("chunks", "Stored values that were damaged or foreign, and were removed."),
+    "spilled_prompts": ("prompts", "Prompts whose KV went to the store because no grant came."),
     "corrupt_units": ("units", "Units whose digest was wrong on arrival; they were not used."),
     "rejected_units": ("units", "Units that no live grant expected; they were not taken."),
 }
@@ -123,6 +124,10 @@ CATALOG: tuple[Metric, ...] = (
     Metric(
         name="pdxfer_proxy_retries_total", kind="counter", unit="requests",
         help="Requests sent a second time because their decode leg failed before its first byte.",
+    ),
+    Metric(
+        name="pdxfer_proxy_replays_total", kind="counter", unit="requests",
+        help="Streams whose decode engine was lost and that another one was asked to continue.",
     ),
     Metric(
         name="pdxfer_proxy_transfers_total", kind="counter", unit="transfers",

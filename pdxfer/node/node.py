@@ -13,6 +13,7 @@ from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError, PdxferError
 from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
+from pdxfer.node.integrity import Integrity
 from pdxfer.node.lane import Lane, Report
 from pdxfer.node.operator import Operator
 from pdxfer.node.plan import SavePlan, SendPlan
@@ -108,6 +109,7 @@ class Node:
         self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids)
         self.sender = Sender(region.layout.num_layers, settings.chunk_blocks, self._open_lane, self._settled)
         self.store: StoreSide | None = self._open_store(settings.store) if settings.store is not None else None
+        self._integrity = Integrity(self.store.thread, clock) if self.store is not None else None
         self._operator = self._make_operator(self.store) if self.store is not None else None
         self._halves = WorkerEnd(settings.halves_path, settings.rank, self._on_half)
         identity = settings.store.identity if settings.store is not None else {}
@@ -260,8 +262,11 @@ class Node:
             for message in self._hello():
                 router.send(message)
         tiers = self.store.reports() if self.store is not None else []
+        problems = [problem[:500] for problem in self._integrity.problems()][:8] if self._integrity else []
         counts = {"corrupt_units": self.receiver.num_corrupt, "rejected_units": self.receiver.num_rejected}
-        return Heartbeat(incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers, counts=counts)
+        return Heartbeat(
+            incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers, counts=counts, problems=problems
+        )
 
     def _on_router(self, message: FromRouter) -> None:
         match message:

@@ -118,7 +118,7 @@ class Cluster:
             self._out.count("refused", "incarnation")
             self._out.send(HeartbeatAck(known=False, wall=wall), route)
             return
-        self._note_evictions(engine, link.beat, beat)
+        self._note_changes(engine, link.beat, beat)
         link.heard(beat, now, wall)
         if link is engine.sched:
             engine.num_running, engine.num_waiting = beat.num_running, beat.num_waiting
@@ -287,8 +287,11 @@ class Cluster:
         self._out.log("info", f"engine {engine.engine_id} is back")
         self._out.happened("back", engine_id=engine.engine_id)
 
-    def _note_evictions(self, engine: Engine, before: Heartbeat | None, beat: Heartbeat) -> None:
+    def _note_changes(self, engine: Engine, before: Heartbeat | None, beat: Heartbeat) -> None:
         """At most one event a tier and heartbeat, however many values went."""
+        spilled = beat.counts.get("spilled_prompts", 0) - (before.counts.get("spilled_prompts", 0) if before else 0)
+        if before is not None and spilled > 0:
+            self._out.happened("spilled", engine_id=engine.engine_id, prompts=str(spilled))
         old = {tier.kind: tier for tier in before.tiers} if before is not None else {}
         for tier in beat.tiers:
             known = old.get(tier.kind)
