@@ -16,7 +16,7 @@ app = new_app()
 def bench(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(help="codec, reuse, router, store, transfer or ttft; `bench NAME --help` shows its options.")
+        str, typer.Argument(help="codec, reuse, router, store, transfer or ttft; `bench NAME --help` has its options.")
     ],
 ) -> None:
     """Measure codecs, reuse, router, store, transfer or time to first token.

@@ -48,6 +48,8 @@ VERSION = 1
 """1: first (2026-11-29)."""
 OWN, OFFLINE = 0, 1
 NO_TABLES = bytes(16)
+LARGEST = {"bfloat16": 1e30, "float16": 3e4, "float32": 1e30}
+"""Tokens with values beyond are kept exact: an error on top must not overflow."""
 Symbols = npt.NDArray[np.uint8]
 
 
@@ -112,7 +114,7 @@ class CacheGenCodec:
         plan = Plan(spec=spec, groups=1)
         offline = self._offline if self._offline and self._offline.fits(spec.shape) else None
         x = _vectors(to_float(values, spec.dtype), plan)
-        escaped = np.asarray(~(np.abs(x) < 1e30).all(2), np.uint8)
+        escaped = np.asarray(~(np.abs(x) < LARGEST[spec.dtype]).all(2), np.uint8)
         x = np.where(escaped[:, :, None] != 0, np.float32(0), x)
         anchors, scales, decoded = code_anchors(x[:, ::GROUP])
         delta = differences(x, decoded)

@@ -121,7 +121,7 @@ def _numba() -> ModuleType:
 
 
 _P, _I = POINTER, c_int64
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "klt_stats": (None, [_P, _I, _P, _P, _P]),
     "klt_quantise": (None, [_P, _I, _P, _P, _P, _P, _P]),
     "klt_forward": (None, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _P, _P, _P, _P, _P]),
@@ -131,8 +131,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def _native(name: str) -> Callable[..., Any] | None:
-    result, arguments = _SIGNATURES[name]
-    return function(name, result, arguments)
+    return function(name, *SIGNATURES[name])
 
 
 def check_channels(channels: int) -> None:

@@ -53,21 +53,16 @@ def numba_kernels() -> ModuleType:
     return rans_numba
 
 
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "rans_encode": (c_int64, [POINTER, c_int64, c_int64, POINTER, c_int64, POINTER, POINTER, c_int, POINTER, c_int64]),
+    "rans_decode": (c_int, [POINTER, c_int64, POINTER, c_int64, POINTER, c_int64, c_int64, POINTER, c_int, POINTER]),
+    "rans_count": (c_int, [POINTER, c_int64, c_int64, POINTER, c_int64, POINTER]),
+}
+
+
 @cache
 def _native(name: str) -> Callable[..., Any] | None:
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "rans_encode": (
-            c_int64,
-            [POINTER, c_int64, c_int64, POINTER, c_int64, POINTER, POINTER, c_int, POINTER, c_int64],
-        ),
-        "rans_decode": (
-            c_int,
-            [POINTER, c_int64, POINTER, c_int64, POINTER, c_int64, c_int64, POINTER, c_int, POINTER],
-        ),
-        "rans_count": (c_int, [POINTER, c_int64, c_int64, POINTER, c_int64, POINTER]),
-    }
-    result, arguments = signatures[name]
-    return function(name, result, arguments)
+    return function(name, *SIGNATURES[name])
 
 
 def encode(sym: Symbols, table: Rows, freq: Freq, *, native: bool = True) -> Words:
