@@ -51,6 +51,8 @@ class CodecSuite:
     """Those the codec is for."""
     golden_dir: Path | None = None
     """Where stored frames of earlier versions lie; None: not tested."""
+    golden_encoding = True
+    """Encoders of all times give the same bytes; False where another library makes them."""
     max_overhead_bytes = 64
     """A payload is never longer than the values by more than this."""
 
@@ -207,7 +209,9 @@ class CodecSuite:
             stored = path.read_bytes()
             decode_frame(memoryview(stored[:-32]), KEY, IDENTITY, out, self.codecs())
             assert hashlib.sha256(out.tobytes()).digest() == stored[-32:], f"{name} decodes to something else"
-            assert frame == stored[:-32], f"{name}: frames changed without a new codec version"
+            assert not self.golden_encoding or frame == stored[:-32], (
+                f"{name}: frames changed without a new codec version"
+            )
 
     # ---- hostile input ---------------------------------------------------------------------------------------------
 
