@@ -152,7 +152,7 @@ def _engine(client: Client, arm: Arm, directory: Path | None = None) -> Engine:
 
 
 def _place(options: Options, directory: Path) -> Place:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     ports = [int(probe.getsockname()[1]) for probe in probes]
     for probe in probes:
         probe.close()
@@ -160,6 +160,7 @@ def _place(options: Options, directory: Path) -> Place:
         model=options.model,
         port=ports[0],
         side_port=ports[1],
+        http_port=ports[2],
         directory=directory.absolute(),
         lmcache_python=options.lmcache_python,
     )

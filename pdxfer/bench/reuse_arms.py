@@ -28,7 +28,9 @@ class Place:
     model: Path
     port: int
     side_port: int
-    """Of LMCache's server."""
+    """Of LMCache's server ..."""
+    http_port: int
+    """... and where it says that it is ready."""
     directory: Path
     """Of the disk tier."""
     lmcache_python: str = ""
@@ -54,15 +56,17 @@ def _store(tier: str, place: Place) -> str:
 
 def _lmcache_server(place: Place) -> ProcessSpec:
     argv = (
-        place.lmcache_python, "-m", "lmcache.v1.multiprocess.http_server",
-        "--port", str(place.side_port), "--l1-size-gb", str(TIER_GIB), "--eviction-policy", "LRU",
+        str(Path(place.lmcache_python).with_name("lmcache")), "server",
+        "--host", "127.0.0.1", "--port", str(place.side_port),
+        "--http-host", "127.0.0.1", "--http-port", str(place.http_port),
+        "--l1-size-gb", str(TIER_GIB), "--eviction-policy", "LRU", "--disable-observability",
     )  # fmt: skip
     return ProcessSpec(
         name="lmcache",
         argv=argv,
-        env={"PYTHONUNBUFFERED": "1"},
+        env={"PYTHONUNBUFFERED": "1", "LMCACHE_DISABLE_BANNER": "1"},
         unset=_NOT_INHERITED,
-        ready_url="http://127.0.0.1:8080/healthcheck",
+        ready_url=f"http://127.0.0.1:{place.http_port}/healthcheck",
         ready_timeout_s=_READY_S,
         stop_order=1,
     )

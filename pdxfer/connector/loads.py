@@ -54,7 +54,7 @@ class Loads:
         assert receive.stored is not None
         size, fill = self._block_size, receive.stored
         first = receive.first_block + fill.at
-        wanted = [chunk for chunk in chunks if chunk[0].end > first * size]
+        wanted = [chunk for chunk in chunks if first * size < chunk[0].end <= (first + fill.count) * size]
         receive.load_id = f"load-{next(self._ids)}"
         self._pending[receive.load_id] = receive
         for rank in range(self._world_size):
