@@ -41,9 +41,8 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the bench; the exit code."""
-    asyncio.run(run(parse(argv), list(argv)))
-    return 0
+    """Run the bench; the exit code: 1 if a tier could not be measured."""
+    return 1 if "failed" in asyncio.run(run(parse(argv), list(argv)))["summary"] else 0
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -85,9 +84,13 @@ async def run(options: Options, argv: list[str]) -> dict[str, Any]:
     for tier, url in options.tiers.items():
         for size in options.sizes:
             load = Load(size=SIZES[size], count=max(4, (options.mib << 20) // SIZES[size]), depth=options.depth)
-            async with open_arms(tier, url, load) as arms:
-                await _measure(report, rates, arms, load, tier, size, options.reps)
-    report.summary = _summary(rates, options)
+            try:
+                async with open_arms(tier, url, load) as arms:
+                    await _measure(report, rates, arms, load, tier, size, options.reps)
+            except Exception as error:  # a server that gives up must not cost the figures of the others
+                print(f"{tier} {size}: failed: {type(error).__name__}: {str(error).splitlines()[:1]}", file=sys.stderr)
+                report.summary["failed"] = f"{tier} {size}"
+    report.summary |= _summary(rates, options)
     emit(report, as_json=options.as_json, out_dir=options.out, draw=lambda axes: _draw(axes, rates))
     return report.to_dict()
 
