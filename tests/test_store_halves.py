@@ -297,12 +297,12 @@ def test_a_request_that_has_to_wait_is_brought_closer_and_forgotten_when_it_goes
     assert [(p.on, len(p.keys)) for p in engine.member.of(Prefetch)] == [(True, 3), (False, 0)]
 
 
-def test_ten_thousand_lookups_leave_nothing_behind() -> None:
+def test_a_hundred_thousand_lookups_leave_nothing_behind() -> None:
     """Aborted before, during and after the load."""
     engine = Engine()
     base = prompt(96)
     engine.hold(engine.keys(base))
-    for index in range(10_000):
+    for index in range(100_000):
         request = prompt(96, f"r{index}")
         engine.store.on_new_request(request)  # type: ignore[arg-type]
         if index % 3:
