@@ -9,6 +9,7 @@ import itertools
 import logging
 
 from pdxfer.connector.chunks import RankChunk
+from pdxfer.connector.compat import Request
 from pdxfer.connector.lookups import Lookups
 from pdxfer.connector.member import Member
 from pdxfer.connector.transfer import Receive
@@ -44,6 +45,15 @@ class Loads:
     def is_full(self) -> bool:
         """So many load that further requests are better computed."""
         return len(self._pending) >= self._max_pending
+
+    def stored_end(self, request: Request) -> int | None:
+        """The tiers have the KV of so many of its leading tokens; None: not known yet, ask again."""
+        if request.skip_reading_prefix_cache or self.is_full:
+            return 0
+        chunks = self.lookups.answer(request)
+        if chunks is None:
+            return None
+        return chunks[-1][0].end if chunks else 0
 
     def num_blocks(self, chunks: list[RankChunk], first_block: int) -> int:
         """Blocks that these chunks fill from `first_block` of the prompt on."""

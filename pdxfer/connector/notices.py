@@ -1,15 +1,43 @@
-"""What decode tells the router about a transfer's life; nothing for receives that no transfer belongs to."""
+"""What decode tells its workers and the router about a transfer; nothing for receives that no transfer belongs to."""
 
 from pdxfer.connector.member import Member
 from pdxfer.connector.transfer import Receive
-from pdxfer.wire.messages import CancelGrant, Ended, Outcome, Stage
+from pdxfer.wire.halves import Expect
+from pdxfer.wire.messages import CancelGrant, Ended, Grant, Outcome, Stage
 
 
 class Notices:
-    """To the router, about receives."""
+    """About receives."""
 
     def __init__(self, member: Member, block_size: int) -> None:
         self._member, self._block_size = member, block_size
+
+    def grant(self, receive: Receive, engine_id: str, token_digest: bytes) -> None:
+        """The wire's part of its blocks may be filled: first our workers learn it, then prefill's."""
+        assert receive.wire is not None
+        first_block, block_ids = receive.first_block + receive.wire.at, receive.block_ids[receive.wire.at :]
+        self._member.tell_workers(
+            Expect(
+                transfer_id=receive.transfer_id,
+                epoch=receive.epoch,
+                prefill_id=receive.prefill_id,
+                first_block=first_block,
+                block_ids=block_ids,
+            )
+        )
+        self._member.tell_router(
+            Grant(
+                transfer_id=receive.transfer_id,
+                epoch=receive.epoch,
+                decode_id=engine_id,
+                decode_incarnation=self._member.incarnation,
+                first_block=first_block,
+                block_ids=block_ids,
+                num_tokens=receive.num_tokens,
+                token_digest=token_digest,
+            )
+        )
+        self.stamp(receive, "granted")
 
     def stamp(self, receive: Receive, stage: Stage, wall: float | None = None) -> None:
         """A stage was reached, now or at `wall`."""

@@ -14,8 +14,8 @@ from pdxfer.connector.references import References
 from pdxfer.connector.requests import prompt_digest
 from pdxfer.connector.transfer import Receive, ReceiveState
 from pdxfer.core.clock import Clock
-from pdxfer.wire.halves import Expect, Fenced, Landed, Revoke
-from pdxfer.wire.messages import Grant, Outcome
+from pdxfer.wire.halves import Fenced, Landed, Revoke
+from pdxfer.wire.messages import Outcome
 from pdxfer.wire.store_facts import Loaded
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Receives:
             if self._clock.now() < receive.deadline:
                 return None, False
             self.give_up(receive, "prefill did not start before the deadline")
-        end = self._stored_end(request)
+        end = self._loads.stored_end(request) if self._loads is not None else 0
         if end is None:
             return None, False
         if receive is not None and receive.state is ReceiveState.READY:
@@ -79,15 +79,6 @@ class Receives:
             if end <= num_computed:
                 self.give_up(receive, "nothing to load")
         return (end - num_computed, True) if end > num_computed else (0, False)
-
-    def _stored_end(self, request: Request) -> int | None:
-        """The tiers have the KV of so many leading tokens; None: ask again."""
-        if self._loads is None or request.skip_reading_prefix_cache or self._loads.is_full:
-            return 0
-        chunks = self._loads.lookups.answer(request)
-        if chunks is None:
-            return None
-        return chunks[-1][0].end if chunks else 0
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """vLLM has allocated the destination: fill it. Called again after the load, with 0."""
@@ -108,7 +99,7 @@ class Receives:
         if self._loads is not None and num_stored:
             self._loads.start(receive, chunks)
         if receive.wire is not None:
-            self._grant(receive, prompt_digest(request))
+            self._notices.grant(receive, self._engine_id, prompt_digest(request))
         elif paired:
             self._unpair(receive, "unused", "the store has all of it")
 
@@ -128,32 +119,6 @@ class Receives:
         )
         self._by_request[request.request_id] = receive
         return receive
-
-    def _grant(self, receive: Receive, token_digest: bytes) -> None:
-        assert receive.wire is not None
-        first_block, block_ids = receive.first_block + receive.wire.at, receive.block_ids[receive.wire.at :]
-        self._member.tell_workers(
-            Expect(
-                transfer_id=receive.transfer_id,
-                epoch=receive.epoch,
-                prefill_id=receive.prefill_id,
-                first_block=first_block,
-                block_ids=block_ids,
-            )
-        )
-        self._member.tell_router(
-            Grant(
-                transfer_id=receive.transfer_id,
-                epoch=receive.epoch,
-                decode_id=self._engine_id,
-                decode_incarnation=self._member.incarnation,
-                first_block=first_block,
-                block_ids=block_ids,
-                num_tokens=receive.num_tokens,
-                token_digest=token_digest,
-            )
-        )
-        self._notices.stamp(receive, "granted")
 
     # ---- each step ---------------------------------------------------------------------------------------------------
 
