@@ -111,7 +111,7 @@ class RouterConfig(Section, frozen=True):
     min_remote_tokens: Annotated[int, Meta(ge=0)] = 256
     """Shorter prompts go to a decode engine alone."""
     max_queue: Count = 1024
-    """Requests that may wait for capacity; more are answered 429 with Retry-After."""
+    """Requests that may wait for capacity; more are answered 503 with Retry-After."""
     max_wait_s: Seconds = 60.0
     """Longest wait for capacity."""
     lease_s: Seconds = 120.0

@@ -4,7 +4,7 @@ Connections are closed, not returned, when a response is left before its end: th
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Literal
 
 import aiohttp
@@ -63,8 +63,35 @@ class EngineHttp:
         except msgspec.MsgspecError as error:
             raise LegError("status", f"{url} sent no list of models: {error}") from error
 
+    async def tokenize(
+        self, base_url: str, model: str, text: str, headers: Mapping[str, str], deadline: float
+    ) -> list[int]:
+        """Token ids of a text, without special tokens, by an engine's own tokenizer. Raises LegError."""
+        if not text:
+            return []
+        url = f"{base_url}/tokenize"
+        data = msgspec.json.encode({"model": model, "prompt": text, "add_special_tokens": False})
+        response = await self.send("POST", url, data, headers, deadline)
+        body = await read_all(response, deadline)
+        if response.status != 200:
+            raise LegError("status", f"{url} answered {response.status}: {excerpt(body)}")
+        try:
+            return msgspec.json.decode(body, type=_Tokens).tokens
+        except msgspec.MsgspecError as error:
+            raise LegError("status", f"{url} sent no tokens: {error}") from error
+
     async def close(self) -> None:
         await self._session.close()
+
+
+async def chunks(response: aiohttp.ClientResponse, deadline: float) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises LegError."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            async for part in response.content.iter_any():
+                yield part
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise leg_error(str(response.url), error) from error
 
 
 async def read_all(response: aiohttp.ClientResponse, deadline: float) -> bytes:
@@ -102,3 +129,7 @@ def excerpt(body: bytes) -> str:
 
 class _ModelList(msgspec.Struct):
     data: list[dict[str, object]]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]

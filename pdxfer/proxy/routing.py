@@ -1,6 +1,7 @@
 """Where one request goes: the router's answer, or without a router the decode engine used last."""
 
 import logging
+from dataclasses import dataclass
 
 from pdxfer.core.errors import UnreachableError
 from pdxfer.core.ids import new_request_id
@@ -8,13 +9,25 @@ from pdxfer.proxy.engines import Engines
 from pdxfer.proxy.errors import ApiError
 from pdxfer.proxy.pairer import Pairer
 from pdxfer.proxy.readiness import Readiness
-from pdxfer.wire.messages import Busy, Local, Pair, Pairing
+from pdxfer.wire.messages import MAX_AVOIDED, Busy, Local, Pair, Pairing
 
 log = logging.getLogger(__name__)
 
 ROUTER_UNREACHABLE = "router_unreachable"
 _ANSWER_SHARE = 0.9
 """Of the wait, how much the router may use: its answer has to travel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one request asks for."""
+
+    model: str
+    num_tokens: int
+    tenant: str
+    remaining_s: float
+    avoid: tuple[str, ...] = ()
+    """Engines that have failed it: taken only if there is no other."""
 
 
 class Routing:
@@ -24,37 +37,36 @@ class Routing:
         self._pairer, self._engines, self._readiness = pairer, engines, readiness
         self._pair_timeout_s = pair_timeout_s
 
-    async def pair(self, model: str, num_tokens: int, tenant: str, remaining_s: float) -> Pairing | Local:
+    async def pair(self, need: Need) -> Pairing | Local:
         """A pair, or what the router gives instead. Raises ApiError 503."""
-        answer = await self._ask(model, num_tokens, tenant, remaining_s, local_only=False)
+        answer = await self._ask(need, local_only=False)
         if isinstance(answer, Pairing):
             self._readiness.paired()
         return answer
 
-    async def one(self, model: str, num_tokens: int, tenant: str, remaining_s: float, reason: str) -> Local:
+    async def one(self, need: Need, reason: str) -> Local:
         """A decode engine alone, for our own `reason`. Raises ApiError 503."""
-        answer = await self._ask(model, num_tokens, tenant, remaining_s, local_only=True)
+        answer = await self._ask(need, local_only=True)
         assert isinstance(answer, Local), f"the router paired a request that asked for one engine: {answer}"
         if answer.reason == ROUTER_UNREACHABLE:
             return answer
         return Local(request_id=answer.request_id, decode=answer.decode, reason=reason)
 
-    async def _ask(
-        self, model: str, num_tokens: int, tenant: str, remaining_s: float, *, local_only: bool
-    ) -> Pairing | Local:
-        timeout_s = min(self._pair_timeout_s, remaining_s)
+    async def _ask(self, need: Need, *, local_only: bool) -> Pairing | Local:
+        timeout_s = min(self._pair_timeout_s, need.remaining_s)
         request = Pair(
             request_id=new_request_id(),
-            num_tokens=num_tokens,
+            num_tokens=need.num_tokens,
             deadline_s=timeout_s * _ANSWER_SHARE,
-            model=model,
-            tenant=tenant,
+            model=need.model,
+            tenant=need.tenant,
             local_only=local_only,
+            avoid=list(need.avoid)[-MAX_AVOIDED:],
         )
         try:
             answer = await self._pairer.pair(request, timeout_s)
         except UnreachableError as error:
-            return self._last_resort(model, error)
+            return self._last_resort(need.model, error)
         if isinstance(answer, Busy):
             raise ApiError(
                 503,

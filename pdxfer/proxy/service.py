@@ -1,12 +1,13 @@
 """One request from arrival to last byte: admit, parse, route, drive the legs, relay, account for it.
 
 decode leg fails before the client saw a byte → once more, on another pairing
+decode engine lost in mid-stream              → another one continues the text (replay.py)
 router unreachable                            → the decode engine used last, alone
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import aiohttp
@@ -22,28 +23,20 @@ from pdxfer.proxy.body import Endpoint, Parsed
 from pdxfer.proxy.engine_http import EngineHttp, LegError
 from pdxfer.proxy.engines import Engines
 from pdxfer.proxy.errors import ApiError
+from pdxfer.proxy.exchange import Exchange
 from pdxfer.proxy.legs import Legs
 from pdxfer.proxy.outcome import accounted
 from pdxfer.proxy.pairer import Pairer
+from pdxfer.proxy.resume import Resumer
 from pdxfer.proxy.routing import Routing
 from pdxfer.proxy.settings import ProxySettings
-from pdxfer.proxy.stream import Relay
+from pdxfer.proxy.stream import Relay, Resume
 from pdxfer.proxy.timeline import Entry, TimelineRing
 from pdxfer.wire.messages import Local, Pairing
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
-
-
-class Exchange:
-    """One request being served: what its steps share."""
-
-    def __init__(self, request: web.Request, entry: Entry, headers: Mapping[str, str], deadline: float) -> None:
-        self.request, self.entry, self.headers, self.deadline = request, entry, headers, deadline
-
-    def remaining_s(self) -> float:
-        return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
 
 class Service:
@@ -66,6 +59,7 @@ class Service:
         self._settings, self._pairer, self._http, self._engines = settings, pairer, http, engines
         self._routing, self._ring, self._admission = routing, ring, admission
         self._metrics, self._clock, self._tracer = metrics, clock, tracer
+        self._resumer = Resumer(http, routing, metrics)
         self._told: set[str] = set()
 
     async def generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
@@ -73,6 +67,7 @@ class Service:
 
         async def serve(exchange: Exchange) -> web.StreamResponse:
             parsed = body.parse(endpoint, await self._read(exchange), self._engines.resolve)
+            body.keep_apart(parsed.json, exchange.entry.tenant)
             await self._check_model(parsed.model)
             return await self._attempt(exchange, lambda last: self._pair_or_local(exchange, parsed, last))
 
@@ -84,6 +79,8 @@ class Service:
         async def serve(exchange: Exchange) -> web.StreamResponse:
             json = body.decode_object(await self._read(exchange))
             json.pop("kv_transfer_params", None)
+            if endpoint == "responses":
+                body.keep_apart(json, exchange.entry.tenant)
             model = json.get("model")
             if isinstance(model, str):
                 model = json["model"] = self._engines.resolve(model)
@@ -202,17 +199,17 @@ class Service:
         if parsed.local_reason:
             data = body.encode(parsed.json)
             return await self._local(exchange, data, parsed.model, parsed.num_tokens, parsed.local_reason, is_last)
-        route = await self._routing.pair(parsed.model, parsed.num_tokens, exchange.entry.tenant, exchange.remaining_s())
+        route = await self._routing.pair(exchange.need(parsed.model, parsed.num_tokens))
         exchange.entry.paired = self._clock.wall()
         if isinstance(route, Pairing):
             return await self._by_pair(exchange, parsed, route, is_last)
-        return await self._by_one(exchange, body.encode(parsed.json), route, is_last)
+        return await self._by_one(exchange, body.encode(parsed.json), route, is_last, parsed)
 
     async def _local(
         self, exchange: Exchange, data: bytes, model: str, num_tokens: int, reason: str, is_last: bool
     ) -> web.StreamResponse:
         """Have one decode engine serve it, for our own reason."""
-        route = await self._routing.one(model, num_tokens, exchange.entry.tenant, exchange.remaining_s(), reason)
+        route = await self._routing.one(exchange.need(model, num_tokens), reason)
         exchange.entry.paired = self._clock.wall()
         return await self._by_one(exchange, data, route, is_last)
 
@@ -234,12 +231,17 @@ class Service:
             try:
                 response = await legs.decode()
                 _refuse_5xx(response, is_last)
-                return await self._relay(exchange, response)
+                return await self._relay(
+                    exchange, response, self._resumer.resume(exchange, parsed, pairing.decode.engine_id)
+                )
             except LegError as error:
+                exchange.avoid.append(pairing.decode.engine_id)
                 legs.decode_failed(error)
                 raise
 
-    async def _by_one(self, exchange: Exchange, data: bytes, route: Local, is_last: bool) -> web.StreamResponse:
+    async def _by_one(
+        self, exchange: Exchange, data: bytes, route: Local, is_last: bool, parsed: Parsed | None = None
+    ) -> web.StreamResponse:
         """One decode engine does everything."""
         self._note_fallback(exchange.entry, route)
         url = route.decode.url + exchange.request.raw_path
@@ -247,8 +249,10 @@ class Service:
         try:
             response = await self._http.send(exchange.request.method, url, data, exchange.headers, exchange.deadline)
             _refuse_5xx(response, is_last)
-            return await self._relay(exchange, response)
+            resume = self._resumer.resume(exchange, parsed, route.decode.engine_id) if parsed is not None else None
+            return await self._relay(exchange, response, resume)
         except LegError as error:
+            exchange.avoid.append(route.decode.engine_id)
             log.warning("%s failed at %s: %s", exchange.entry.request_id, route.decode.engine_id, error)
             self._metrics.inc("pdxfer_proxy_leg_failures_total", leg="decode", kind=error.kind)
             raise
@@ -265,7 +269,9 @@ class Service:
         self._told.add(label)
         log.log(level, "%s: %s alone, because of %s", entry.request_id, route.decode.engine_id, route.reason)
 
-    async def _relay(self, exchange: Exchange, response: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _relay(
+        self, exchange: Exchange, response: aiohttp.ClientResponse, resume: Resume | None = None
+    ) -> web.StreamResponse:
         entry = exchange.entry
 
         def headers() -> dict[str, str]:
@@ -283,6 +289,7 @@ class Service:
             on_first_byte=first_byte,
             hold_s=self._settings.timeline_hold_s,
             deadline=exchange.deadline,
+            resume=resume,
         )
         return await relay.run()
 

@@ -1,18 +1,24 @@
 """Relays one engine response to the client, byte for byte.
 
 Headers are held until the first body byte, so that they can carry the timeline and so that a failure before it can
-still be answered in another way. Nothing is parsed. At most one read (64 KiB of aiohttp's buffer) is in memory: a slow
-client stops us reading, which stops the engine's socket.
+still be answered in another way. Nothing is parsed, unless another engine has to continue a lost stream (replay.py).
+At most one read (64 KiB of aiohttp's buffer) is in memory: a slow client stops us reading, which stops the engine's
+socket.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import NoReturn
 
 import aiohttp
 from aiohttp import web
 
 from pdxfer.proxy.engine_http import LegError, leg_error
 from pdxfer.proxy.errors import ApiError
+from pdxfer.proxy.replay import CannotContinue, Sent
+
+log = logging.getLogger(__name__)
 
 _KEPT_HEADERS = ("Content-Type", "Content-Length", "Content-Encoding", "Retry-After", "WWW-Authenticate", "Allow")
 
@@ -23,6 +29,10 @@ class ClientGone(Exception):
 
 class StreamBroken(Exception):
     """The engine's response ended too early, after the client had seen part of it. The client has been told."""
+
+
+Resume = Callable[[Sent], AsyncIterator[bytes]]
+"""The rest of a stream whose engine was lost, from another engine. Raises CannotContinue or LegError."""
 
 
 class Relay:
@@ -37,11 +47,15 @@ class Relay:
         on_first_byte: Callable[[], None],
         hold_s: float,
         deadline: float,
+        resume: Resume | None = None,
     ) -> None:
-        """`headers` is asked after `on_first_byte` or `hold_s`, whichever comes first. `deadline` in loop time."""
+        """`headers` is asked after `on_first_byte` or `hold_s`, whichever comes first. `deadline` in loop time.
+        With `resume`, an event stream whose engine is lost goes on."""
         self._request, self._upstream = request, upstream
         self._headers, self._on_first_byte = headers, on_first_byte
         self._hold_s, self._deadline = hold_s, deadline
+        self._resume = resume if self._is_event_stream() and upstream.status == 200 else None
+        self._sent = Sent()
         self._tail = b""
 
     async def run(self) -> web.StreamResponse:
@@ -50,14 +64,37 @@ class Relay:
         if response is None:
             response = await self._open()
         while chunk:
-            await self._write(response, chunk)
-            self._tail = (self._tail + chunk[-2:])[-2:]
+            await self._pass_on(response, chunk)
             try:
                 chunk = await self._read()
             except LegError as error:
-                await self._break(response, error)
+                await self._continue(response, error)
+                break
+        else:
+            if self._resume is not None and self._sent.rest:
+                await self._write(response, self._sent.rest)
         await self._close(response)
         return response
+
+    async def _pass_on(self, response: web.StreamResponse, chunk: bytes) -> None:
+        """Of a stream that may have to be continued, whole events only."""
+        if self._resume is not None:
+            chunk = self._sent.take(chunk)
+        if chunk:
+            await self._write(response, chunk)
+            self._tail = (self._tail + chunk[-2:])[-2:]
+
+    async def _continue(self, response: web.StreamResponse, error: LegError) -> None:
+        """The engine is lost: the rest comes from another one, once, or the client is told."""
+        if self._resume is None or error.kind == "timeout":
+            await self._break(response, error)
+            return
+        try:
+            async for events in self._resume(self._sent):
+                await self._write(response, events)
+        except (CannotContinue, LegError) as second:
+            log.warning("a lost stream could not be continued: %s", second)
+            await self._break(response, error)
 
     async def _first_chunk(self) -> tuple[bytes, web.StreamResponse | None]:
         """First body bytes (empty: there are none), and the response if it had to be opened before they came."""
@@ -114,7 +151,7 @@ class Relay:
             self._abort()
             raise ClientGone(str(error)) from error
 
-    async def _break(self, response: web.StreamResponse, error: LegError) -> None:
+    async def _break(self, response: web.StreamResponse, error: LegError) -> NoReturn:
         """Tell the client that no more will come: an error event in a stream, else a cut connection."""
         if self._is_event_stream():
             self._deadline += 5.0  # room for the last words when the deadline itself was the reason

@@ -80,7 +80,7 @@ class Placement:
     def _try_place(self, waiting: Waiting, now: float) -> bool:
         """Answer with a pair or a decode engine if one has the capacity."""
         pair = waiting.pair
-        pairs = self._cluster.pairs(pair.model)
+        pairs = _without(pair.avoid, self._cluster.pairs(pair.model))
         wants_prefill, reason = self._wants_prefill(pair, pairs)
         kept = self._kept_free(waiting)
         offers = [
@@ -188,6 +188,18 @@ class Placement:
         crowded_out = self.queue.add(waiting)
         if crowded_out is not None:
             self._busy(crowded_out, now, f"{self._settings.max_queue} requests are waiting already")
+
+
+def _without(avoid: list[str], pairs: Pairs) -> Pairs:
+    """The pairs without engines that failed this request; all of them where nothing else is left."""
+    if not avoid:
+        return pairs
+    others = [
+        (decode, [prefill for prefill in partners if prefill.engine_id not in avoid])
+        for decode, partners in pairs
+        if decode.engine_id not in avoid
+    ]
+    return others or pairs
 
 
 def _pick_prefill(partners: list[Engine], num_tokens: int) -> Engine | None:

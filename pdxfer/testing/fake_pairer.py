@@ -28,6 +28,8 @@ class FakePairer:
 
     def __init__(self, prefill: EngineRef, decode: EngineRef) -> None:
         self.prefill, self.decode = prefill, decode
+        self.spare: EngineRef | None = None
+        """A second decode engine, for requests that avoid the first."""
         self.on_message: Callable[[Stamp | Ended | LegFailed], None] = lambda message: None
         self.answers: deque[Answer] = deque()
         """Taken one by one before the standard answer."""
@@ -82,4 +84,6 @@ class FakePairer:
         return pairing
 
     def local(self, request: Pair, reason: str = "short prompt") -> Local:
-        return Local(request_id=request.request_id, decode=self.decode, reason=reason)
+        failed = self.decode.engine_id in request.avoid
+        decode = self.spare if failed and self.spare is not None else self.decode
+        return Local(request_id=request.request_id, decode=decode, reason=reason)

@@ -173,6 +173,9 @@ class EngineRef(msgspec.Struct, frozen=True, kw_only=True):
     url: Text
 
 
+MAX_AVOIDED = 4
+
+
 class Pair(Message, frozen=True, tag="pair"):
     """P → R. Find me a pair for one request."""
 
@@ -185,6 +188,8 @@ class Pair(Message, frozen=True, tag="pair"):
     tenant: Id = ""
     local_only: bool = False
     """Ask for a decode engine alone (lists, n > 1, embeddings ...)."""
+    avoid: Annotated[list[Id], msgspec.Meta(max_length=MAX_AVOIDED)] = []
+    """Engines that have failed this request: taken only if there is no other."""
 
 
 class Pairing(Message, frozen=True, tag="pairing"):
