@@ -26,4 +26,14 @@ class LLM(VllmLLM):
         if kwargs.get("kv_transfer_config") is not None:
             raise ConfigError("pdxfer.LLM sets kv_transfer_config itself: put what you need into `cache`")
         kwargs["kv_transfer_config"] = transfer_config(cache or {})
+        kwargs.setdefault("worker_extension_cls", "pdxfer.connector.rpc.StoreRpc")
         super().__init__(model, *args, **kwargs)
+
+    def lookup(self, token_ids: list[int], cache_salt: str = "") -> int:
+        """How many leading chunks of this prompt the tiers hold, on every rank."""
+        return int(min(self.collective_rpc("pdxfer_lookup", args=(token_ids, cache_salt))))
+
+    def get(self, token_ids: list[int], start_chunk: int = 0, cache_salt: str = "") -> list[list[bytes]]:
+        """The verified KV of its chunks from `start_chunk` on, up to the first that no tier has: raw bytes, layer by
+        layer and block by block, a list a rank."""
+        return [list(chunks) for chunks in self.collective_rpc("pdxfer_get", args=(token_ids, cache_salt, start_chunk))]

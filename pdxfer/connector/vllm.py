@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from pdxfer.connector.worker_half import WorkerHalf
+    from pdxfer.node.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +164,11 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self._s.must_step
+
+    @property
+    def node(self) -> Node | None:
+        """The worker half's runtime (rpc.py)."""
+        return self._w.node
 
     # ---- worker half -------------------------------------------------------------------------------------------------
 

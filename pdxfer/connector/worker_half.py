@@ -107,6 +107,11 @@ class WorkerHalf:
         return set(self._meta.invalid_blocks)
 
     @property
+    def node(self) -> Node | None:
+        """Once the KV cache is there."""
+        return self._node
+
+    @property
     def unsettled(self) -> bool:
         """The scheduler half wants update_connector_output to run after this step."""
         return self._meta.unsettled

@@ -48,7 +48,7 @@ from pdxfer.wire.halves import (
     WorkerEnd,
     WorkerReady,
 )
-from pdxfer.wire.manage import StoreOp, StoreOpCancel
+from pdxfer.wire.manage import StoreArgs, StoreOp, StoreOpCancel
 from pdxfer.wire.messages import (
     CancelGrant,
     ChannelAddress,
@@ -178,19 +178,27 @@ class Node:
         blocks = settings.blocks or HostBlocks(self._region)
         return StoreSide(settings, self._settings.rank, block_size, blocks, self._report, self._clock)
 
+    def chunk_keys(self, args: StoreArgs) -> list[bytes]:
+        """Keys of a prompt's chunks on this rank, where KV is kept."""
+        assert self.store is not None
+        return self._cut().keys(args, self.store.thread.store.coder.identity)
+
     def _make_operator(self, store: StoreSide) -> Operator:
+        settings = self._settings
+        verbs = Verbs(settings.engine_id, settings.rank, self._cut())
+        return Operator(settings.rank, store.thread, verbs, self._tell_router, self._clock)
+
+    def _cut(self) -> Cut:
         settings, block_size = self._settings, self._region.layout.block_size
         assert settings.store is not None
         config = settings.store.config
         in_blocks = config.chunking == "blocks"
-        cut = Cut(
+        return Cut(
             chunk_tokens=block_size if in_blocks else settings.chunk_blocks * block_size,
             block_size=block_size,
             scheme=config.hash_scheme,
             with_partial=config.partial_chunks,
         )
-        verbs = Verbs(settings.engine_id, settings.rank, cut)
-        return Operator(settings.rank, store.thread, verbs, self._tell_router, self._clock)
 
     def _tell_router(self, message: Message) -> None:
         """Dropped without a router: nobody asked then."""

@@ -29,7 +29,7 @@ class Cut:
 
     def keys(self, args: StoreArgs, identity: bytes) -> list[bytes]:
         """Chunk keys of a prompt."""
-        extras = [extra_bytes([args.salt])] if args.salt else []
+        extras = [extra_bytes([("cache_salt", args.salt)])] if args.salt else []  # as vLLM names it
         chunks = chunk_keys(
             args.tokens, extras, identity, self.chunk_tokens, self.scheme, block_size=self.block_size,
             with_partial=self.with_partial,

@@ -31,6 +31,9 @@ def main():
         while not llm.reset_prefix_cache() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # what was saved is told to the scheduler each 0.1 s
+    assert llm.lookup(base) == 3 and llm.lookup(base, cache_salt="x") == llm.lookup([9] * 300) == 0
+    ((second, tail),) = llm.get(base, start_chunk=1)
+    assert len(second) == 2 * len(tail) == 2 * 30 * 128 * 2 * 3 * 64 * 4
     print("ANSWERS" + json.dumps(answers))
 
 if __name__ == "__main__":
