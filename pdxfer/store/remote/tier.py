@@ -36,6 +36,8 @@ class RemoteTier:
     default_port = 0
     default_connections = 2
     default_prefix = "pdxfer:"
+    trailer_bytes = 0
+    """Bytes of ours behind each value, in what `write` of a session gets; only with `overruns`."""
     overruns = False
     """Calls of the client library may last beyond their deadline: values are copied before it sees them."""
 
@@ -113,12 +115,14 @@ class RemoteTier:
         """A buffer; the bytes go out with commit."""
         if (refused := self._refused(num_bytes, deadline)) is not None:
             return refused
-        if (buffer := await self._pool.take(num_bytes, deadline - self._clock.now())) is None:
+        with_trailer = num_bytes + self.trailer_bytes
+        if (buffer := await self._pool.take(with_trailer, deadline - self._clock.now())) is None:
             self._counters.failed(Reason.BUSY)
             return Outcome.LATE
+        buffer.view = buffer.view[:num_bytes]
 
         async def write(full: PooledBuffer) -> Outcome:
-            return await self._write(key, [full.view], num_bytes, deadline)
+            return await self._write(key, [full.block[:with_trailer]], num_bytes, deadline)
 
         return BufferReservation(buffer, self._counters, write)
 
@@ -200,7 +204,7 @@ class RemoteTier:
             return Outcome.FAILED
         if deadline <= self._clock.now():
             return Outcome.LATE
-        if num_bytes > self.max_value_bytes() or not self._pool.fits(num_bytes):
+        if num_bytes > self.max_value_bytes() or not self._pool.fits(num_bytes + self.trailer_bytes):
             return Outcome.TOO_LARGE
         return None
 
