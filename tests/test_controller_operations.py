@@ -23,6 +23,9 @@ from pdxfer.wire.manage import StoreOp, StoreOpCancel, StoreOpUpdate
 from pdxfer.wire.messages import FromRouter, Heartbeat, TierReport
 
 
+pytestmark = pytest.mark.slow
+
+
 class StoreHalf(Half):
     """A worker half with a store that is asked by a script."""
 

@@ -4,26 +4,18 @@ import json
 import logging
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
 from aiohttp import web
+from observe_cost import FACTS, cost_s
 from proxy_rig import COMPLETION, rig
 
 from pdxfer.core.logs import JsonFormatter
-from pdxfer.metrics.catalog import MetricSet
 from pdxfer.metrics.tracing import Facts, Tracer
-from pdxfer.proxy.timeline import Entry
-from pdxfer.wire.version import encode
 
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
-FACTS = Facts(
-    arrival=100.0, paired=100.01, first_byte=100.5, end=102.0, mode="pair", outcome="ok", request_id="r-1",
-    transfer_id="t-1", prefill="p0", decode="d0", channel="tcp", num_bytes=10, num_tokens=5,
-    stamps={"started": 100.05, "prefilled": 100.3, "granted": 100.06, "landed": 100.32, "scheduled": 100.35},
-)  # fmt: skip
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -119,28 +111,8 @@ def test_json_logs_name_the_transfer() -> None:
 
 
 def test_what_is_recorded_of_a_request_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
-    """CPU of all metric, report and trace calls of one paired request; docs/operations.md says how it was compared."""
-    tracer = Tracer("", 1.0, memory.InMemorySpanExporter())
-    metrics = MetricSet("proxy")
-    start, count = time.process_time(), 300
-    for number in range(count):
-        entry = Entry(request_id=f"r-{number}", tenant="", endpoint="chat", arrival=100.0, mode="pair", outcome="ok",
-                      prefill="p0", decode="d0", transfer_id="t-1", first_byte=100.5, end=102.0, paired=100.01,
-                      stamps=dict(FACTS.stamps))  # fmt: skip
-        trace = tracer.begin({}, "chat", 100.0)
-        trace.headers()
-        metrics.set("pdxfer_proxy_in_flight_requests", 1)
-        for stage, ms in entry.timeline().stages_ms().items():
-            metrics.observe("pdxfer_proxy_stage_seconds", ms / 1000, mode="pair", stage=stage)
-        entry.timeline().header()
-        encode(entry.served())
-        metrics.inc("pdxfer_proxy_transfers_total", outcome="delivered")
-        metrics.inc("pdxfer_proxy_transfer_bytes_total", 1000)
-        metrics.set("pdxfer_proxy_in_flight_requests", 0)
-        metrics.inc("pdxfer_proxy_requests_total", endpoint="chat", mode="pair", outcome="ok")
-        trace.end(entry.facts())
-    cost_ms = 1000 * (time.process_time() - start) / count
-    tracer.close()
+    """tests/e2e/test_observe.py compares it with a real prefill; this is a bound that no machine should miss."""
+    cost_ms = 1000 * cost_s()
     with capsys.disabled():
         print(f" {cost_ms:.3f} ms CPU a request ", end="")
     assert cost_ms < 5
