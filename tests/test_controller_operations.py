@@ -22,7 +22,6 @@ from pdxfer.testing.fake_clock import FakeClock
 from pdxfer.wire.manage import StoreOp, StoreOpCancel, StoreOpUpdate
 from pdxfer.wire.messages import FromRouter, Heartbeat, TierReport
 
-
 pytestmark = pytest.mark.slow
 
 
