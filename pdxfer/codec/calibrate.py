@@ -23,8 +23,6 @@ MAX_PLANE_CHANNELS = 256
 """Of a transform: cost per value grows with it."""
 SHRINK = 0.5
 """Part of a plane's mean weight that is added to each channel: text that was not seen may need what this did not."""
-SMALLEST_SPREAD = 0.12
-"""Components with a standard deviation below this part of the step are not coded."""
 TARGET_KL = {1: 0.0005, 2: 0.001, 3: 0.002, 4: 0.004, 5: 0.008, 6: 0.016, 7: 0.032}
 """Level → KL it is made for."""
 DEFAULT_LEVEL = 4
@@ -128,6 +126,7 @@ def make_klt(found: Statistics, steps: Mapping[int, float], facts: Mapping[str, 
     forward_gain = _gain(np.abs(forward), axis=2, bound=((1 << 31) - 1) / IN_LIMIT)
     inverse_gain = _gain(np.abs(inverse), axis=1, bound=((1 << 24) - 1) / OUT_LIMIT)
     ordered = sorted(steps)
+    kinds = np.stack([classes(spread / steps[level]) for level in ordered])
     return TableFile(
         NAME,
         {
@@ -145,8 +144,8 @@ def make_klt(found: Statistics, steps: Mapping[int, float], facts: Mapping[str, 
             "out_scale": (1 / forward_gain).astype(np.float32),
             "inverse": _pairs(np.rint(inverse * inverse_gain[:, None, :])),
             "scale": (1 / inverse_gain).astype(np.float32),
-            "classes": np.stack([classes(spread / steps[level]) for level in ordered]),
-            "kept": np.stack([(spread >= SMALLEST_SPREAD * steps[level]).sum(1) for level in ordered]).astype(np.int64),
+            "classes": kinds,
+            "kept": (kinds > 0).sum(2, dtype=np.int64),  # class 0, a spread below 0.27 steps, is not worth its time
         },
     )
 

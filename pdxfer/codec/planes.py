@@ -82,12 +82,12 @@ class Transform:
 
     @cached_property
     def forward_plain(self) -> npt.NDArray[np.float64]:
-        """[P, C, width]: `forward` for a BLAS."""
+        """[P, C, width]: `forward` for numba."""
         return _plain(self.forward).astype(np.float64)
 
     @cached_property
     def inverse_plain(self) -> Floats:
-        """[P, C, C]: `inverse` for a BLAS."""
+        """[P, C, C]: `inverse` for numba."""
         return _plain(self.inverse).astype(np.float32)
 
 
@@ -225,12 +225,17 @@ def decode(
     slots = np.empty((len(freq), rans.PROB), np.uint32)
     run = _native("klt_decode") if native else None
     if run is None:
-        sums = np.zeros((planes, window.tokens, channels), np.float32)
+        by_channel = transform is not None
+        coded = np.empty(
+            (planes, channels, window.tokens) if by_channel else (planes, window.tokens, channels), np.float32
+        )
+        sums = coded
         mean = by.mean
-        error = int(_numba().symbols(words, freq, table, slots, kept, sums))
+        error = int(_numba().symbols(words, freq, table, slots, kept, by_channel, coded))
         if transform and error == 0:
-            most = int(kept.max(initial=0))
-            sums = np.matmul(sums[:, :, :most], transform.inverse_plain[:, :most])
+            sums = np.empty((planes, window.tokens, channels), np.float32)
+            for p, used in enumerate(kept):
+                _numba().products(coded[p, :used].T, transform.inverse_plain[p, :used], sums[p])
             mean = _moved(transform, shifts)
         _numba().finish(sums, window.skip, out.dtype == np.float32, mean, scale, turned, turns, out)
     else:
@@ -256,7 +261,10 @@ def _moved(by: Transform, shifts: Shifts) -> Floats:
         whole = shifts[row : row + used].astype(np.int32) + 64
         parts[p, 0, :used], parts[p, 1, :used] = whole >> 7, (whole & 127) - 64
         row += used
-    high, low = np.matmul(parts, by.inverse_plain).transpose(1, 0, 2).astype(np.int64)
+    sums = np.empty_like(parts)
+    for p in range(planes):
+        _numba().products(parts[p], by.inverse_plain[p], sums[p])
+    high, low = sums.transpose(1, 0, 2).astype(np.int64)
     moved = (128 * high + low).astype(np.float32) * (by.scale * np.float32(0.125))
     return np.asarray(moved + by.mean)
 
@@ -280,6 +288,7 @@ def _forward_numba(
             bad,
         )  # fmt: skip
         used = int(by.kept[p])
-        sums = whole @ by.forward_plain[p, :, :used]
+        sums = np.empty((window.tokens, used), np.float64)
+        _numba().products(whole, by.forward_plain[p, :, :used], sums)
         _numba().symbols_of(sums, by.out_scale[p], sym[row : row + used], shifts[row : row + used], bad)
         row += used

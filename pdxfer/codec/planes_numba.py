@@ -142,6 +142,36 @@ def prepare(plane, skip, wide, mean, in_scale, turned, angles, whole, bad):  # t
         bad[t] = wrong
 
 
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def products(rows, matrix, sums):  # type: ignore[no-untyped-def]
+    """sums [T, M] = rows [T, N] · matrix [N, M], all of integers that the float type holds exactly, so that neither
+    order nor fused operations matter. Not by a BLAS: its threads would take cores that are not ours."""
+    tokens, inner = rows.shape
+    columns = sums.shape[1]
+    whole_tokens, whole_inner = tokens - tokens % 4, inner - inner % 4
+    sums[:] = 0
+    for t in range(0, whole_tokens, 4):
+        s0, s1, s2, s3 = sums[t], sums[t + 1], sums[t + 2], sums[t + 3]
+        for k in range(0, whole_inner, 4):
+            a0, a1, a2, a3 = rows[t, k], rows[t, k + 1], rows[t, k + 2], rows[t, k + 3]
+            b0, b1, b2, b3 = rows[t + 1, k], rows[t + 1, k + 1], rows[t + 1, k + 2], rows[t + 1, k + 3]
+            c0, c1, c2, c3 = rows[t + 2, k], rows[t + 2, k + 1], rows[t + 2, k + 2], rows[t + 2, k + 3]
+            d0, d1, d2, d3 = rows[t + 3, k], rows[t + 3, k + 1], rows[t + 3, k + 2], rows[t + 3, k + 3]
+            w0, w1, w2, w3 = matrix[k], matrix[k + 1], matrix[k + 2], matrix[k + 3]
+            for c in range(columns):
+                x0, x1, x2, x3 = w0[c], w1[c], w2[c], w3[c]
+                s0[c] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+                s1[c] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+                s2[c] += c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3
+                s3[c] += d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3
+    for t in range(tokens):
+        row = sums[t]
+        for k in range(whole_inner if t < whole_tokens else 0, inner):
+            a, w = rows[t, k], matrix[k]
+            for c in range(columns):
+                row[c] += a * w[c]
+
+
 @_jit
 def symbols_of(sums, out_scale, sym, shifts, bad):  # type: ignore[no-untyped-def]
     """Second part: shifts [kept] and sym [kept, T] of sums [T, kept], which hold integers."""
@@ -176,8 +206,8 @@ def symbols_of(sums, out_scale, sym, shifts, bad):  # type: ignore[no-untyped-de
 
 
 @_jit
-def symbols(words, freq, table, slots, kept, sums):  # type: ignore[no-untyped-def]
-    """First part of klt_decode: sums [P, T, C] = symbol - 128, untouched beyond kept."""
+def symbols(words, freq, table, slots, kept, by_channel, sums):  # type: ignore[no-untyped-def]
+    """First part of klt_decode: sums [P, T, C], or [P, C, T] if `by_channel`, = symbol - 128; untouched beyond kept."""
     error = rans_numba.check(freq)
     if error != rans_numba.OK:
         return error
@@ -187,7 +217,8 @@ def symbols(words, freq, table, slots, kept, sums):  # type: ignore[no-untyped-d
         return pos
     for i in range(freq.shape[0]):
         rans_numba.fill_slots(freq[i], slots[i])
-    planes, tokens, channels = sums.shape
+    planes = sums.shape[0]
+    tokens, channels = (sums.shape[2], sums.shape[1]) if by_channel else (sums.shape[1], sums.shape[2])
     rows = np.empty((16, tokens), np.uint8)
     row = 0
     for p in range(planes):
@@ -204,6 +235,12 @@ def symbols(words, freq, table, slots, kept, sums):  # type: ignore[no-untyped-d
                 if pos < 0:
                     return pos
                 row += 1
+            if by_channel:
+                for k in range(n):
+                    channel = to[start + k]
+                    for t in range(tokens):
+                        channel[t] = np.float32(np.int32(rows[k, t]) - 128)
+                continue
             for t in range(tokens):
                 for k in range(n):
                     to[t, start + k] = np.float32(np.int32(rows[k, t]) - 128)
