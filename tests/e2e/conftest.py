@@ -98,6 +98,8 @@ def running(logs: Path) -> Iterator[RunningPair]:
         "engine.max_num_seqs=16",
         "engine.extra_args=--num-gpu-blocks-override,64,--enable-auto-tool-choice,--tool-call-parser,hermes",
         "proxy.passthrough=/tokenize",
+        "store.enabled=true",
+        "store.tiers=[{url: 'dram:', capacity_gib: 0.2}]",
         log=logs / "float32.log",
     )
     yield pair
