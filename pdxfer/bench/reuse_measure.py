@@ -12,7 +12,7 @@ from pdxfer.bench.reuse_work import NUM_NEW_TOKENS, Workloads
 from pdxfer.bench.ttft_load import Answer, Client, completion
 from pdxfer.bench.ttft_run import say
 
-SETTLE_S = 0.5
+SETTLE_S = 0.3
 """Saves end and are told within this after an answer; a load that comes too early would show as a miss."""
 
 

@@ -33,7 +33,7 @@ class Counts:
     """Prompts of the float32 pass."""
 
 
-QUICK = Counts(docs=2, questions=2, conversations=2, turns=3, batch=8, long=2, equal=4)
+QUICK = Counts(docs=2, questions=2, conversations=2, turns=3, batch=8, long=2, equal=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
