@@ -1,0 +1,37 @@
+"""How this engine's KV blocks are packed inside, proved by vLLM's own write before anything computes with values."""
+
+from typing import Any
+
+import torch
+
+from pdxfer.core.errors import ConfigError
+from pdxfer.kv.pack import Bytes, Packing, check_packing
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def cpu_packing(isa: str, dtype: str, heads: int, block_size: int, head_dim: int) -> Packing:
+    """The packing of vLLM's CPU attention with `isa` (its `_get_attn_isa`). Raises ConfigError if it is not ours."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"KV of dtype {dtype} is not unpacked; choose codec raw, lossless or zstd")
+    item = DTYPES[dtype].itemsize
+    packing = Packing(kind=isa, heads=heads, block_size=block_size, head_dim=head_dim, item_bytes=item)
+
+    def write(key: Bytes, value: Bytes, cache: Bytes) -> None:
+        reshape_and_cache(key, value, cache, packing, dtype)
+
+    check_packing(packing, write)
+    return packing
+
+
+def reshape_and_cache(key: Bytes, value: Bytes, cache: Bytes, packing: Packing, dtype: str) -> None:
+    """vLLM's write of tokens into slots 0, 1, ... of a CPU cache of its own shape [B, H, N, 2 D]."""
+    from vllm import _custom_ops as ops
+
+    def tensor(values: Bytes) -> Any:
+        return torch.from_numpy(values).view(DTYPES[dtype])
+
+    blocks = tensor(cache).view(-1, packing.heads, 2 * packing.block_size, packing.head_dim)
+    keys, values = blocks.chunk(2, dim=2)
+    slots = torch.arange(key.shape[0])
+    ops.cpu_attn_reshape_and_cache(tensor(key), tensor(value), keys, values, slots, packing.kind)
