@@ -92,8 +92,8 @@ def arms(tables: Tables) -> list[Arm]:
     """All of them."""
     single = [CodecArm(name, name, by_name(name)) for name in ("lossless", "zstd", "int8", "fp8", "int4")]
     found: list[Arm] = [*single]
-    found += [CodecArm(f"klt {n}", "klt", KltCodec(n, tables)) for n in (2, 3, 4, 5, 6, 7)]
-    found += [CodecArm(f"klt uncalibrated {n}", "klt uncalibrated", KltCodec(n)) for n in (2, 3, 4, 5, 6, 7)]
+    found += [CodecArm(f"klt {n}", "klt", KltCodec(n, tables)) for n in (3, 4, 5, 6)]
+    found += [CodecArm(f"klt uncalibrated {n}", "klt uncalibrated", KltCodec(n)) for n in (3, 4, 5, 6)]
     found += [CodecArm(f"cachegen {n}", "cachegen", CacheGenCodec(n, tables)) for n in (1, 2, 3, 5)]
     found += [CodecArm(f"cachegen own tables {n}", "cachegen own tables", CacheGenCodec(n)) for n in (1, 3)]
     found += [Released(factor) for factor in (4, 2, 1)]

@@ -135,16 +135,16 @@ def frequencies(counts: npt.NDArray[Any]) -> Freq:
     filled = np.where(totals == 0, np.eye(1, 256, 128, dtype=np.int64), counts.astype(np.int64))
     share = filled * PROB // filled.sum(1, keepdims=True)
     freq = np.where(filled > 0, np.maximum(share, 1), 0)
-    for row in freq:
-        _balance(row)
+    missing = PROB - freq.sum(1)
+    freq[np.arange(len(freq)), freq.argmax(1)] += np.maximum(missing, 0)
+    for i in np.flatnonzero((missing < 0) | (freq.max(1) == PROB)):
+        _balance(freq[i])
     return freq.astype(np.uint16)
 
 
 def _balance(row: npt.NDArray[np.int64]) -> None:
-    """Bring one row to a sum of 4096 with no entry above 4095; the largest give and take."""
+    """Bring one row with too large a sum to 4096, the largest giving, and leave no entry above 4095."""
     missing = PROB - int(row.sum())
-    if missing > 0:
-        row[int(row.argmax())] += missing
     while missing < 0:
         top = int(row.argmax())
         taken = min(-missing, max(1, int(row[top]) // 4))
