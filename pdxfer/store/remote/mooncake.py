@@ -8,7 +8,8 @@ value, since the store keeps no empty ones. rdma: written, never run.
 
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pdxfer.config.store import TierConfig
@@ -52,7 +53,7 @@ class MooncakeTier(RemoteTier):
                 " mooncake://HOST:PORT?metadata=http://HOST:PORT/metadata"
             )
         self._library = _load()
-        self._store: Any = None
+        self._client: _Client | None = None
         self._lock = threading.Lock()
         self._locks = KeyLocks()
         self._server = self.server(f"mooncake {self.url.addresses[0]}", self._session)
@@ -66,41 +67,78 @@ class MooncakeTier(RemoteTier):
         return self._server
 
     async def close(self) -> None:
-        """Also ends the client."""
+        """Also ends the client, when the last call has left it."""
         await super().close()
         with self._lock:
-            store, self._store = self._store, None
-        if store is not None:
-            store.close()
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def _session(self, end: float) -> "MooncakeSession":
         with self._lock:
-            if self._store is None:
-                store, url = self._library.MooncakeDistributedStore(), self.url
-                host, metadata = url.text("host", "127.0.0.1"), url.text("metadata")
-                protocol, device = url.text("protocol", "tcp"), url.text("device")
-                master = str(url.addresses[0])
-                code = store.setup(host, metadata, 0, _LOCAL_BUFFER_BYTES, protocol, device, master)
-                if code:
-                    raise ServerError(Reason.UNREACHABLE, f"Mooncake's client cannot reach {master}: code {code}")
-                self._store = store
-            return MooncakeSession(self._store, self._prefix, self._locks)
+            if self._client is None:
+                self._client = _Client(self._connect())
+            return MooncakeSession(self._client, self._prefix, self._locks)
+
+    def _connect(self) -> Any:
+        store, url = self._library.MooncakeDistributedStore(), self.url
+        host, metadata = url.text("host", "127.0.0.1"), url.text("metadata")
+        protocol, device = url.text("protocol", "tcp"), url.text("device")
+        master = str(url.addresses[0])
+        code = store.setup(host, metadata, 0, _LOCAL_BUFFER_BYTES, protocol, device, master)
+        if code:
+            raise ServerError(Reason.UNREACHABLE, f"Mooncake's client cannot reach {master}: code {code}")
+        return store
+
+
+class _Client:
+    """The library's client; closing it under a running call would crash the process, so the last one out closes."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closing = False
+
+    @contextmanager
+    def used(self) -> Iterator[Any]:
+        """The client, for one call."""
+        with self._lock:
+            if self._closing:
+                raise ServerError(Reason.UNREACHABLE, "the tier is closed")
+            self._users += 1
+        try:
+            yield self._store
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = self._closing and not self._users
+            if last:
+                self._store.close()
+
+    def close(self) -> None:
+        """Now, or after the last call."""
+        with self._lock:
+            self._closing = True
+            idle = not self._users
+        if idle:
+            self._store.close()
 
 
 class MooncakeSession:
     """Implements Session over the tier's one client, which is thread-safe."""
 
-    def __init__(self, store: Any, prefix: str, locks: KeyLocks) -> None:
-        self._store, self._prefix, self._locks = store, prefix, locks
+    def __init__(self, client: _Client, prefix: str, locks: KeyLocks) -> None:
+        self._client, self._prefix, self._locks = client, prefix, locks
 
     def ping(self, end: float) -> None:
         """Ask the master for anything."""
-        self._checked(self._store.is_exist(self._prefix + "ping"), "is_exist")
+        self._checked(self._call("is_exist", self._prefix + "ping"), "is_exist")
 
     def lookup(self, keys: Sequence[bytes], end: float) -> list[Entry | None]:
         """First which are there, in one question, then their sizes."""
         found: list[Entry | None] = []
-        for key, there in zip(keys, self._store.batch_is_exist([self._name(key) for key in keys]), strict=True):
+        for key, there in zip(keys, self._call("batch_is_exist", [self._name(key) for key in keys]), strict=True):
             remaining(end)
             size = self._size(key) if self._checked(there, "batch_is_exist") == 1 else None
             found.append(None if size is None else Entry(key=key, num_bytes=size))
@@ -114,7 +152,7 @@ class MooncakeSession:
         remaining(end)
         buffer = lend(size + 1)
         try:
-            got = self._with_memory(buffer.view, lambda at: self._store.get_into(self._name(key), at, size + 1))
+            got = self._with_memory(buffer.view, lambda at: self._call("get_into", self._name(key), at, size + 1))
             if self._checked(got, "get_into") != size + 1:
                 raise ServerError(Reason.DAMAGED, f"{key.hex()[:12]}: {got} bytes instead of {size + 1}", clean=True)
         except FileNotFoundError:
@@ -133,10 +171,10 @@ class MooncakeSession:
         with self._locks.held(key, remaining(end)) as ours:
             if not ours:
                 raise ServerError(Reason.TIMEOUT, "another writer of the key is slow", clean=True)
-            if self._checked(self._store.is_exist(self._name(key)), "is_exist") == 1:
+            if self._checked(self._call("is_exist", self._name(key)), "is_exist") == 1:
                 return Outcome.ALREADY
             remaining(end)
-            code = self._with_memory(body, lambda at: self._store.put_from(self._name(key), at, num_bytes + 1))
+            code = self._with_memory(body, lambda at: self._call("put_from", self._name(key), at, num_bytes + 1))
             self._checked(code, "put_from")
         return Outcome.STORED
 
@@ -145,7 +183,7 @@ class MooncakeSession:
         removed = 0
         for key in keys:
             remaining(end)
-            code = self._store.remove(self._name(key), True)
+            code = self._call("remove", self._name(key), True)
             if code != ABSENT:
                 self._checked(code, "remove")
                 removed += 1
@@ -166,17 +204,21 @@ class MooncakeSession:
 
     def _size(self, key: bytes) -> int | None:
         try:
-            return self._checked(self._store.get_size(self._name(key)), "get_size") - 1
+            return self._checked(self._call("get_size", self._name(key)), "get_size") - 1
         except FileNotFoundError:
             return None
 
     def _with_memory(self, view: memoryview, call: Callable[[int], int]) -> int:
         at = address_of(view)
-        self._checked(self._store.register_buffer(at, view.nbytes), "register_buffer")
+        self._checked(self._call("register_buffer", at, view.nbytes), "register_buffer")
         try:
             return call(at)
         finally:
-            self._store.unregister_buffer(at)
+            self._call("unregister_buffer", at)
+
+    def _call(self, verb: str, *args: Any) -> Any:
+        with self._client.used() as store:
+            return getattr(store, verb)(*args)
 
     def _checked(self, code: int, what: str) -> int:
         """The library's codes as errors."""
