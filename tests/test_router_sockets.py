@@ -195,8 +195,8 @@ def test_garbage_is_counted_and_the_router_lives() -> None:
         with socket.create_connection(("127.0.0.1", int(server.endpoint.rpartition(":")[2]))) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert server.snapshot().is_ready
-        dealer.send(b"\x00again")
-        wait_until(lambda: server.snapshot().refused["malformed"] == 9)
+        # The oversized frame closed the connection: what is sent before our side notices is lost with it.
+        wait_until(lambda: dealer.send(b"\x00again") or server.snapshot().refused["malformed"] > 8)
         assert server.snapshot().is_ready
         context.destroy(0)
 
