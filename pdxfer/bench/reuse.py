@@ -6,6 +6,7 @@ and not counted. Prints a table (or one JSON object), writes JSON.
 
 import argparse
 import asyncio
+import json
 import signal
 import socket
 import tempfile
@@ -93,15 +94,27 @@ async def _main(options: Options, argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pdxfer-reuse-", dir=_big_directory(options)) as folder:
         for name in options.arms:
             figures[name] = await _measure(name, options, work, Path(folder) / name)
+            _publish(report, options, figures, None, None, None)  # what is measured is kept if the rest is stopped
         both = {"none", "dram"} <= set(options.arms)
         misses = await _misses(options, work, Path(folder)) if both else None
         equal = await _equal(options, work, Path(folder)) if "dram" in options.arms else None
-    for row in rows(figures, misses):
-        report.add(**row)
-    total = len(work.equal) if equal is not None else None
-    report.summary |= {**summary(figures, misses), "outputs_equal": equal, "outputs_total": total}
+    _publish(report, options, figures, misses, equal, len(work.equal) if equal is not None else None)
     emit(report, as_json=options.as_json, out_dir=options.out)
     return 0
+
+
+def _publish(
+    report: Report,
+    options: Options,
+    figures: dict[str, Figures],
+    misses: MissOnly | None,
+    equal: int | None,
+    total: int | None,
+) -> None:
+    """Fill the report with what there is so far, and write its JSON file."""
+    report.results[:] = rows(figures, misses)
+    report.summary |= {**summary(figures, misses), "outputs_equal": equal, "outputs_total": total}
+    (options.out / "reuse.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 async def _measure(name: str, options: Options, work: Workloads, directory: Path) -> Figures:
