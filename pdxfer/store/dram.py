@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import Clock
@@ -20,7 +21,7 @@ from pdxfer.memory.freelist import piece_bytes
 from pdxfer.memory.limits import default_capacity_bytes
 from pdxfer.memory.populate import Populating, prepare
 from pdxfer.memory.segment import Segment
-from pdxfer.store.base import Buffer, Entry, Outcome, Reservation, TierStats
+from pdxfer.store.base import Buffer, Entry, Lease, Outcome, Reservation, TierStats
 from pdxfer.store.bell import Bell
 from pdxfer.store.counters import TierCounters
 from pdxfer.store.dram_index import NEVER, DramIndex, Value
@@ -93,15 +94,25 @@ class DramTier:
 
     async def lookup(self, keys: Sequence[bytes], deadline: float) -> list[Entry | None]:
         """From the index; does not count as use."""
-        if not self._ready(deadline):
-            return [None] * len(keys)
+        return self.entries(keys) if self._in_time(deadline) else [None] * len(keys)
+
+    async def get(self, key: bytes, deadline: float) -> Lease | None:
+        """The value in place; no copy."""
+        return self.lend(key) if self._in_time(deadline) else None
+
+    async def scan(self, after: bytes, limit: int, deadline: float) -> list[Entry]:
+        """One page of entries, in key order."""
+        return self.page(after, limit) if self._in_time(deadline) else []
+
+    def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """As lookup, without waiting or deadline; so are those below."""
+        self._tick()
         found = (self._index.find(key) for key in keys)
         return [value.entry() if value else None for value in found]
 
-    async def get(self, key: bytes, deadline: float) -> PieceLease | None:
-        """The value in place; no copy."""
-        if not self._ready(deadline):
-            return None
+    def lend(self, key: bytes) -> PieceLease | None:
+        """As get."""
+        self._tick()
         value = self._index.find(key)
         self._counters.got(value is not None)
         if value is None:
@@ -110,11 +121,10 @@ class DramTier:
         value.piece.hold()
         return PieceLease(value.piece, self._counters, self._news.ring)
 
-    async def scan(self, after: bytes, limit: int, deadline: float) -> list[Entry]:
-        """One page of entries, in key order."""
-        if not self._ready(deadline):
-            return []
-        return [value.entry() for value, _ in zip(self._index.after(after), range(limit), strict=False)]
+    def page(self, after: bytes, limit: int) -> list[Entry]:
+        """As scan."""
+        self._tick()
+        return [value.entry() for value in islice(self._index.after(after), limit)]
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -135,43 +145,60 @@ class DramTier:
         self, key: bytes, num_bytes: int, deadline: float, tenant: str = ""
     ) -> PieceReservation | Outcome:
         """As reserve. Waits while another writer has the key, or leases and other writers have the room."""
+        if self._arena is not None and self._clock.now() >= deadline:
+            return Outcome.LATE
+        while True:
+            rung = self._news.rung
+            now = self.try_reserve(key, num_bytes, tenant)
+            if now is not None:
+                return now
+            if not await self._news.after(rung, deadline - self._clock.now()):
+                return Outcome.LATE if key in self._writing else Outcome.FULL
+
+    def try_reserve(self, key: bytes, num_bytes: int, tenant: str = "") -> PieceReservation | Outcome | None:
+        """As reserve, if it can be said now; None: it depends on others who write or read."""
         if self._arena is None:
             return Outcome.FAILED
-        if self._clock.now() >= deadline:
-            return Outcome.LATE
+        self._tick()
         if piece_bytes(num_bytes) > min(self._arena.capacity_bytes, self._quota.get(tenant, NEVER)):
             return Outcome.TOO_LARGE
-        while self._arena is not None:
-            self._index.tick(self._clock.now())
-            rung = self._news.rung
-            if self._index.find(key) is not None:
-                return Outcome.ALREADY
-            others_write = key in self._writing
-            if not others_write:
-                if (piece := self._take(num_bytes, tenant)) is not None:
-                    return self._reservation(key, piece, tenant)
-                if not self._counters.leases and not self._counters.reservations:
-                    return Outcome.FULL
-            if not await self._news.after(rung, deadline - self._clock.now()):
-                return Outcome.LATE if others_write else Outcome.FULL
-        return Outcome.FAILED
+        if self._index.find(key) is not None:
+            return Outcome.ALREADY
+        if key in self._writing:
+            return None
+        if (piece := self._take(num_bytes, tenant)) is not None:
+            return self._reservation(key, piece, tenant)
+        return None if self._counters.leases or self._counters.reservations else Outcome.FULL
 
     async def delete(self, keys: Sequence[bytes], deadline: float) -> int:
         """Out of the index at once; the room comes back with the last lease."""
-        return sum(self._index.remove(key) for key in keys) if self._ready(deadline) else 0
+        return self.remove(keys) if self._in_time(deadline) else 0
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """As delete."""
+        self._tick()
+        return sum(self._index.remove(key) for key in keys)
 
     # -- pins, eviction -------------------------------------------------------------------------------------------
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float | None, deadline: float) -> int:
         """Take values out of eviction, up to the pin quota."""
-        if not self._ready(deadline):
-            return 0
-        until = NEVER if ttl_s is None else self._clock.now() + ttl_s
-        return sum(self._index.pin(key, until) for key in keys)
+        return self.hold(keys, ttl_s) if self._in_time(deadline) else 0
 
     async def unpin(self, keys: Sequence[bytes], deadline: float) -> int:
         """Back into eviction, as if just stored."""
-        return sum(self._index.unpin(key) for key in keys) if self._ready(deadline) else 0
+        return self.let_go(keys) if self._in_time(deadline) else 0
+
+    def hold(self, keys: Sequence[bytes], ttl_s: float | None) -> int:
+        """As pin."""
+        self._tick()
+        until = NEVER if ttl_s is None else self._clock.now() + ttl_s
+        return sum(self._index.pin(key, until) for key in keys)
+
+    def let_go(self, keys: Sequence[bytes]) -> int:
+        """As unpin."""
+        self._tick()
+        return sum(self._index.unpin(key) for key in keys)
 
     def take_evicted(self) -> list[bytes] | None:
         """Keys that went by eviction or age since the last call; None: more than are remembered."""
@@ -215,12 +242,11 @@ class DramTier:
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _ready(self, deadline: float) -> bool:
-        now = self._clock.now()
-        if self._arena is None or now >= deadline:
-            return False
-        self._index.tick(now)
-        return True
+    def _in_time(self, deadline: float) -> bool:
+        return self._arena is not None and self._clock.now() < deadline
+
+    def _tick(self) -> None:
+        self._index.tick(self._clock.now())
 
     def _reservation(self, key: bytes, piece: Piece, tenant: str) -> PieceReservation:
         self._writing.add(key)

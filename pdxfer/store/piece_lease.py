@@ -13,16 +13,16 @@ import numpy as np
 from pdxfer.memory.arena import Piece
 from pdxfer.store.base import Buffer, Outcome
 from pdxfer.store.counters import TierCounters
-from pdxfer.store.lease import Once, copy_parts
+from pdxfer.store.lease import Once
 
-COPY_INLINE_BYTES = 512 << 10
-"""Below this the hop to a thread costs more than the copy."""
+COPY_INLINE_BYTES = 2 << 20
+"""Up to this the hop to a thread costs more than the copy, and the loop waits no longer than for the hop's wake-ups."""
 
 
 async def fill(view: memoryview, parts: Sequence[Buffer]) -> None:
     """Concatenate `parts` into `view`, which is exactly as long. When this returns or raises, nobody touches either."""
     if len(view) <= COPY_INLINE_BYTES:
-        copy_parts(view, parts)
+        _copy_without_gil(view, parts)
         return
     copying = asyncio.get_running_loop().run_in_executor(None, _copy_without_gil, view, parts)
     cancelled = False

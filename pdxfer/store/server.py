@@ -64,6 +64,8 @@ class StoreServer:
 
     async def close(self) -> None:
         """Stop listening, end all sessions, close the tier. Idempotent."""
+        for session in list(self._sessions):
+            session.end()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -107,14 +109,9 @@ class StoreServer:
         if not _send_first(connection, welcome, segment.fd):
             connection.close()
             return
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        session = Session(self._tier, self._clock, reader, writer)
+        session = Session(self._tier, self._clock, self._sessions.discard)
         self._sessions.add(session)
-        try:
-            await session.run()
-        finally:
-            self._sessions.discard(session)
-            session.end()
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: session, connection)
 
     async def _tell_evictions(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import msgspec
@@ -22,6 +22,7 @@ from pdxfer.store.shared_wire import (
     Ended,
     Entries,
     Figures,
+    FrameBuffer,
     Get,
     Held,
     Lookup,
@@ -32,7 +33,6 @@ from pdxfer.store.shared_wire import (
     Unpin,
     decode_request,
     pack,
-    read_frame,
 )
 
 log = logging.getLogger(__name__)
@@ -45,16 +45,15 @@ LONGEST_BACKLOG = 4 << 20
 """Bytes an engine has not read, beyond which it is told nothing unasked."""
 
 
-class Session:
-    """Loop thread only. `run` until the engine goes, then `end`."""
+class Session(asyncio.Protocol):
+    """Loop thread only. Everything but a reservation that has to wait is answered as it comes."""
 
-    def __init__(
-        self, tier: DramTier, clock: Clock, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, tier: DramTier, clock: Clock, ended: Callable[["Session"], None]) -> None:
         self._tier = tier
         self._clock = clock
-        self._reader = reader
-        self._writer = writer
+        self._ended = ended
+        self._transport: asyncio.Transport | None = None
+        self._frames = FrameBuffer()
         self._held: dict[int, PieceLease | PieceReservation] = {}
         self._handles = count(1)
         self._waiting: set[asyncio.Task[None]] = set()
@@ -62,18 +61,32 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session held={len(self._held)} waiting={len(self._waiting)}>"
 
-    async def run(self) -> None:
-        """Answer requests until the connection ends."""
+    # -- the connection -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
         try:
-            while True:
-                await self._handle(decode_request(await read_frame(self._reader)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
+            for body in self._frames.feed(data):
+                self._handle(decode_request(body))
         except (msgspec.DecodeError, ProtocolError) as error:
             log.warning("store: detached an engine that does not speak our protocol: %s", error)
+            self.end()
 
-    def end(self) -> None:
-        """Everything back, connection closed."""
+    def pause_writing(self) -> None:
+        """It asks faster than it reads answers."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Everything back."""
+        self._transport = None
         for task in self._waiting:
             task.cancel()
         held, self._held = self._held, {}
@@ -81,37 +94,47 @@ class Session:
             _give_back(item)
         if held:
             log.info("store: an engine went; %d leases and reservations taken back", len(held))
-        self._writer.close()
+        self._ended(self)
+
+    def end(self) -> None:
+        """Close the connection; `ended` is told when it is closed."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def tell(self, frame: bytes) -> None:
         """Send something unasked, unless the engine is far behind."""
-        if self._writer.transport.get_write_buffer_size() < LONGEST_BACKLOG:
-            self._writer.write(frame)
+        if self._transport is not None and self._transport.get_write_buffer_size() < LONGEST_BACKLOG:
+            self._transport.write(frame)
 
-    async def _handle(self, request: Request) -> None:
-        soon = self._clock.now() + 1.0  # nothing below waits: the engine looks after its own deadline
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, request: Request) -> None:
+        tier = self._tier
         match request:
             case Drop(handle):
                 self._drop(handle)
             case Commit(number, handle, deadline):
                 self._end(number, self._commit(handle, deadline))
             case Get(number, key):
-                self._lend(number, await self._tier.get(key, soon))
+                self._lend(number, tier.lend(key))
             case Reserve():
                 self._begin(request)
             case Lookup(number, keys):
-                self._list(number, await self._tier.lookup(keys, soon))
+                self._list(number, tier.entries(keys))
             case Scan(number, after, limit):
-                self._list(number, await self._tier.scan(after, min(limit, LONGEST_PAGE), soon))
+                self._list(number, tier.page(after, min(limit, LONGEST_PAGE)))
             case Delete(number, keys):
-                self._count(number, await self._tier.delete(keys, soon))
+                self._count(number, tier.remove(keys))
             case Pin(number, keys, ttl_s):
-                self._count(number, await self._tier.pin(keys, ttl_s, soon))
+                self._count(number, tier.hold(keys, ttl_s))
             case Unpin(number, keys):
-                self._count(number, await self._tier.unpin(keys, soon))
-        await self._writer.drain()
+                self._count(number, tier.let_go(keys))
 
     def _begin(self, request: Reserve) -> None:
+        now = self._tier.try_reserve(request.key, request.num_bytes, request.tenant)
+        if now is not None:
+            self._reserved(request.id, now)
+            return
         if len(self._waiting) >= MOST_WAITING:
             self._end(request.id, Outcome.FULL)
             return
@@ -121,15 +144,18 @@ class Session:
 
     async def _reserve(self, request: Reserve) -> None:
         got = await self._tier.reserve_piece(request.key, request.num_bytes, request.deadline, request.tenant)
+        self._reserved(request.id, got)
+
+    def _reserved(self, number: int, got: PieceReservation | Outcome) -> None:
         if isinstance(got, Outcome):
-            self._end(request.id, got)
+            self._end(number, got)
         else:
-            self._lend(request.id, got)
+            self._lend(number, got)
 
     def _lend(self, number: int, item: PieceLease | PieceReservation | None) -> None:
         if item is None:
             self._end(number, None)
-        elif len(self._held) >= MOST_HELD:
+        elif self._transport is None or len(self._held) >= MOST_HELD:
             _give_back(item)
             self._end(number, Outcome.FULL)
         else:
@@ -162,7 +188,8 @@ class Session:
         self._answer(Entries(number, self._figures(), list(entries)))
 
     def _answer(self, answer: Answer) -> None:
-        self._writer.write(pack(answer))
+        if self._transport is not None:
+            self._transport.write(pack(answer))
 
     def _figures(self) -> Figures:
         now = self._tier.stats()

@@ -235,7 +235,7 @@ class SharedDramTier:
         try:
             while True:
                 if self._link is not None:
-                    await asyncio.wait((self._link.ended,))
+                    await self._link.ended.wait()
                     await self._detach()
                 await self._attach_again()
         finally:

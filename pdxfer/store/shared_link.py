@@ -24,6 +24,7 @@ from pdxfer.store.shared_wire import (
     Drop,
     Evicted,
     Figures,
+    FrameBuffer,
     Held,
     Question,
     Refused,
@@ -31,7 +32,6 @@ from pdxfer.store.shared_wire import (
     decode_from_server,
     frame_bytes,
     pack,
-    read_frame,
 )
 
 log = logging.getLogger(__name__)
@@ -39,55 +39,55 @@ log = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 2.0
 
 
-class SharedLink:
+class SharedLink(asyncio.Protocol):
     """An attached connection. Loop thread only, except `drop`."""
 
-    def __init__(
-        self,
-        segment: Segment,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        evicted: Callable[[Evicted], None],
-    ) -> None:
+    def __init__(self, segment: Segment, evicted: Callable[[Evicted], None]) -> None:
         self.segment = segment
         self.figures = Figures(0, segment.num_bytes, 0, 0, 0)
         """Of the tier, at its last answer."""
-        self._reader = reader
-        self._writer = writer
         self._evicted = evicted
         self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._frames = FrameBuffer()
         self._numbers = count(1)
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
-        self.alive = True
-        self.ended = asyncio.ensure_future(self._read())
-        """Done when the connection is over."""
+        self._calls: dict[int, asyncio.Future[Answer | None]] = {}
+        self.ended = asyncio.Event()
+        """Set when the connection is over."""
 
     def __repr__(self) -> str:
         return f"<SharedLink alive={self.alive} calls={len(self._calls)} {self.segment!r}>"
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be made."""
+        return self._transport is not None
 
     @classmethod
     async def attach(cls, path: Path, evicted: Callable[[Evicted], None]) -> "SharedLink":
         """Connect and map. UnreachableError: nobody serves the path now. ConfigError: we may not, or other version."""
         connection, segment = await asyncio.to_thread(_attach, path)
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        return cls(segment, reader, writer, evicted)
+        link = cls(segment, evicted)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
+        return link
 
     async def call(self, request: Question, timeout_s: float) -> Answer | None:
         """The answer to a request, whose id we choose; None: not in time, or the connection ended."""
-        if not self.alive or timeout_s <= 0:
+        if self._transport is None or timeout_s <= 0:
             return None
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = self._loop.create_future()
+        answer: asyncio.Future[Answer | None] = self._loop.create_future()
         self._calls[number] = answer
-        self._writer.write(pack(structs.replace(request, id=number)))
+        timer = self._loop.call_later(timeout_s, _give_up, answer)
+        self._transport.write(pack(structs.replace(request, id=number)))
         try:
-            await asyncio.wait((answer,), timeout=timeout_s)
-            return answer.result() if answer.done() and not answer.cancelled() else None
+            return await answer
         except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled():
+            if not answer.cancelled():  # it came in the same turn of the loop as the cancellation
                 self._dispose(answer.result())
             raise
         finally:
+            timer.cancel()
             self._calls.pop(number, None)
 
     def drop(self, handle: int) -> None:
@@ -108,29 +108,34 @@ class SharedLink:
 
     async def close(self) -> None:
         """End the connection; what is still held comes back on the other side. Idempotent."""
-        self.alive = False
-        self.ended.cancel()
-        await asyncio.wait((self.ended,))
+        if self._transport is not None:
+            self._transport.close()
+            await self.ended.wait()
         self.segment.close()
 
-    def _send_drop(self, handle: int) -> None:
-        if self.alive:
-            self._writer.write(pack(Drop(handle)))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
 
-    async def _read(self) -> None:
+    def data_received(self, data: bytes) -> None:
         try:
-            while True:
-                self._take(decode_from_server(await read_frame(self._reader)))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            log.info("store process went: %s", error)
+            for body in self._frames.feed(data):
+                self._take(decode_from_server(body))
         except (msgspec.DecodeError, ProtocolError) as error:
             log.warning("store process does not speak our protocol, detached: %s", error)
-        finally:
-            self.alive = False
-            self._writer.close()
-            calls, self._calls = self._calls, {}
-            for answer in calls.values():
-                answer.cancel()
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """No call waits any longer."""
+        self._transport = None
+        for answer in self._calls.values():
+            _give_up(answer)
+        self.ended.set()
+
+    def _send_drop(self, handle: int) -> None:
+        if self._transport is not None:
+            self._transport.write(pack(Drop(handle)))
 
     def _take(self, message: object) -> None:
         if isinstance(message, Evicted):
@@ -140,14 +145,19 @@ class SharedLink:
             raise ProtocolError(f"unexpected {type(message).__name__} from the store process")
         self.figures = message.figures
         answer = self._calls.pop(message.id, None)
-        if answer is None:
+        if answer is None or answer.done():
             self._dispose(message)
         else:
             answer.set_result(message)
 
-    def _dispose(self, message: Answer) -> None:
+    def _dispose(self, message: Answer | None) -> None:
         if isinstance(message, Held):
             self._send_drop(message.handle)
+
+
+def _give_up(answer: "asyncio.Future[Answer | None]") -> None:
+    if not answer.done():
+        answer.set_result(None)
 
 
 def _attach(path: Path) -> tuple[socket.socket, Segment]:

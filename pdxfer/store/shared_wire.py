@@ -5,7 +5,6 @@ fd comes with Welcome; messages name them by offset. Deadlines are absolute seco
 all processes of a host. Both sides refuse another VERSION naming both.
 """
 
-import asyncio
 import struct
 from collections.abc import Callable
 
@@ -177,12 +176,27 @@ def pack(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame's body. IncompleteReadError at the end of the stream."""
-    return await reader.readexactly(frame_bytes(await reader.readexactly(_LENGTH.size)))
+class FrameBuffer:
+    """Bytes as they come from a socket → bodies of whole frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Bodies that are complete now. ProtocolError for a length beyond the bound."""
+        self._data += data
+        bodies, at = [], 0
+        while len(self._data) - at >= _LENGTH.size:
+            end = at + _LENGTH.size + frame_bytes(self._data[at : at + _LENGTH.size])
+            if end > len(self._data):
+                break
+            bodies.append(bytes(self._data[at + _LENGTH.size : end]))
+            at = end
+        del self._data[:at]
+        return bodies
 
 
-def frame_bytes(head: bytes) -> int:
+def frame_bytes(head: bytes | bytearray) -> int:
     """Length of the body after these four bytes. ProtocolError beyond the bound."""
     length: int = _LENGTH.unpack(head)[0]
     if length > MAX_FRAME_BYTES:
