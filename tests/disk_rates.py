@@ -42,7 +42,7 @@ def plain(place: Path, value: memoryview, count: int) -> tuple[float, float]:
 
 
 async def tier_rates(url: str, value: memoryview, count: int) -> tuple[float, float]:
-    """The same through a tier: put from reservations (the saver's way), get by leases."""
+    """The same through a tier, page cache dropped before the gets."""
     capacity = count * len(value) * 5 / 4 + 64 * MIB
     tier = await open_tier(TierConfig(url=url, capacity_gib=capacity / (1 << 30)), SYSTEM_CLOCK)
     keys = [number.to_bytes(32, "big") for number in range(count)]

@@ -1,4 +1,4 @@
-"""The tier `lmdb:///DIR`: values in one LMDB environment, for who has LMDB tooling; the slab (`file://`) is faster.
+"""The tier `lmdb:///DIR`: values in one LMDB environment, for who has LMDB tooling; the default is `file://`.
 
 A value is kept in pieces of 16 pages each, all of one size, so that freed pieces fit again (LMDB needs contiguous
 pages). Map size = capacity. LMDB reads through a memory map: a disk that fails under it ends the process (SIGBUS).

@@ -1,7 +1,7 @@
 """The tier `sqlite:///FILE`: values as blobs of one SQLite file, for small stores without any extra library.
 
 Rollback journal, not WAL: blobs go to fresh or free pages, which the journal does not copy, so it stays small and the
-capacity is kept at all times (a WAL would hold every value twice). Far slower than `file://`: see docs/disk.md.
+capacity is kept at all times (a WAL would hold every value twice). How to compare with `file://`: docs/disk.md.
 """
 
 import errno
