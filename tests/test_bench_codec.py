@@ -103,7 +103,7 @@ GATES = {
     ("fp8", 0): (0.01, 1.85),
     ("int4", 0): (0.03, 2.9),
     ("cachegen", 1): (0.02, 2.8),
-    ("klt", 4): (0.02, 4.2),
+    ("klt", 4): (0.012, 3.5),
 }
 """Codec and level → KL at most, ratio at least, on a case with short calibration and few positions."""
 
