@@ -40,6 +40,7 @@ def router_settings(config: Config) -> RouterSettings:
         max_queue=router.max_queue,
         max_wait_s=router.max_wait_s,
         lease_s=router.lease_s,
+        message_rate=router.message_rate,
     )
 
 
@@ -70,6 +71,7 @@ def proxy_settings(config: Config) -> ProxySettings:
         engine_api_key=read_token(config.security.token_file),
         request_timeout_s=proxy.request_timeout_s,
         pair_timeout_s=proxy.pair_timeout_s,
+        client_stall_s=proxy.client_stall_s,
         transfer_timeout_s=config.transport.deadline_s,
         max_body_bytes=int(proxy.max_body_mib * (1 << 20)),
         max_in_flight=proxy.max_in_flight,

@@ -122,6 +122,8 @@ class RouterConfig(Section, frozen=True):
     """A member that missed this many gets no new work."""
     forget_s: Seconds = 60.0
     """A silent member is forgotten after this."""
+    message_rate: Count = 20000
+    """Messages per second and connection; each 4 KiB of a message count as one more. What is beyond is dropped."""
 
 
 class ControllerConfig(Section, frozen=True):
@@ -152,6 +154,8 @@ class ProxyConfig(Section, frozen=True):
     """From arrival to last byte."""
     pair_timeout_s: Seconds = 30.0
     """Longest wait for the router's answer."""
+    client_stall_s: Seconds = 60.0
+    """A client that takes no more of its answer, or has not sent its whole request, for this long is cut off."""
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM running requests may finish for this long."""
 

@@ -4,6 +4,7 @@ Connections are closed, not returned, when a response is left before its end: th
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Literal
 
@@ -11,6 +12,8 @@ import aiohttp
 import msgspec
 
 from pdxfer.proxy.body import JsonObject
+
+log = logging.getLogger(__name__)
 
 FailureKind = Literal["connect", "status", "reset", "timeout"]
 
@@ -57,7 +60,7 @@ class EngineHttp:
         response = await self.send("GET", url, b"", headers, deadline)
         body = await read_all(response, deadline)
         if response.status != 200:
-            raise LegError("status", f"{url} answered {response.status}: {excerpt(body)}")
+            raise refused(url, response.status, body)
         try:
             return msgspec.json.decode(body, type=_ModelList).data
         except msgspec.MsgspecError as error:
@@ -74,7 +77,7 @@ class EngineHttp:
         response = await self.send("POST", url, data, headers, deadline)
         body = await read_all(response, deadline)
         if response.status != 200:
-            raise LegError("status", f"{url} answered {response.status}: {excerpt(body)}")
+            raise refused(url, response.status, body)
         try:
             return msgspec.json.decode(body, type=_Tokens).tokens
         except msgspec.MsgspecError as error:
@@ -122,9 +125,10 @@ def leg_error(url: str, error: Exception) -> LegError:
     return LegError("reset", text)
 
 
-def excerpt(body: bytes) -> str:
-    """The beginning of an error body, for a log line."""
-    return body[:200].decode("utf-8", "replace")
+def refused(url: str, status: int, body: bytes) -> LegError:
+    """An engine's error. Its text often quotes the request, so it is logged at DEBUG only and goes no further."""
+    log.debug("%s answered %d: %s", url, status, body[:200].decode("utf-8", "replace"))
+    return LegError("status", f"{url} answered {status}")
 
 
 class _ModelList(msgspec.Struct):

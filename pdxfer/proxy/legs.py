@@ -14,7 +14,7 @@ import aiohttp
 
 from pdxfer.metrics.catalog import MetricSet
 from pdxfer.proxy.body import JsonObject, Parsed, decode_body, encode, prefill_body
-from pdxfer.proxy.engine_http import EngineHttp, LegError, excerpt, read_all
+from pdxfer.proxy.engine_http import EngineHttp, LegError, read_all, refused
 from pdxfer.proxy.pairer import Pairer
 from pdxfer.wire.messages import Leg, LegFailed, Pairing, Release
 
@@ -89,7 +89,7 @@ class Legs:
             response = await self._engines.send("POST", url, self._prefill_body, self._headers, self._transfer_deadline)
             body = await read_all(response, self._transfer_deadline)
             if response.status >= 400:
-                raise LegError("status", f"{url} answered {response.status}: {excerpt(body)}")
+                raise refused(url, response.status, body)
         except LegError as error:
             self._failed("prefill", error)
 

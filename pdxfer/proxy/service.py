@@ -152,11 +152,13 @@ class Service:
 
     async def _read(self, exchange: Exchange) -> bytes:
         """The request's body."""
+        limit_s = min(self._settings.client_stall_s, exchange.remaining_s())
         try:
-            async with asyncio.timeout_at(exchange.deadline):
+            async with asyncio.timeout(limit_s):
                 return await exchange.request.read()
         except TimeoutError as error:
-            raise ApiError(408, "the request body did not arrive in time", code="timeout") from error
+            message = f"the request body did not arrive within {limit_s:g} s (proxy.client_stall_s)"
+            raise ApiError(408, message, code="timeout") from error
         except web.HTTPRequestEntityTooLarge as error:
             self._metrics.inc("pdxfer_proxy_refused_total", reason="too_large")
             raise ApiError(
@@ -289,6 +291,7 @@ class Service:
             on_first_byte=first_byte,
             hold_s=self._settings.timeline_hold_s,
             deadline=exchange.deadline,
+            stall_s=self._settings.client_stall_s,
             resume=resume,
         )
         return await relay.run()

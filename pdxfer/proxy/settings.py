@@ -39,6 +39,8 @@ class ProxySettings:
     """Longest wait for the router's answer, its queue for free capacity included."""
     transfer_timeout_s: float = 120.0
     """Told to the engines: KV that has not arrived after this is recomputed by decode."""
+    client_stall_s: float = 60.0
+    """A client that takes no more of its answer, or has not sent its whole request, for this long is cut off."""
     connect_timeout_s: float = 5.0
     """To an engine."""
     max_body_bytes: int = 32 << 20
@@ -60,8 +62,8 @@ class ProxySettings:
 
     def __post_init__(self) -> None:
         for name in (
-            "request_timeout_s", "pair_timeout_s", "transfer_timeout_s", "connect_timeout_s", "max_body_bytes",
-            "max_in_flight", "timeline_hold_s", "timeline_entries", "drain_timeout_s",
+            "request_timeout_s", "pair_timeout_s", "transfer_timeout_s", "client_stall_s", "connect_timeout_s",
+            "max_body_bytes", "max_in_flight", "timeline_hold_s", "timeline_entries", "drain_timeout_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"proxy.{name} is {getattr(self, name)}: it must be larger than 0")

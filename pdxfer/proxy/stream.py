@@ -47,13 +47,15 @@ class Relay:
         on_first_byte: Callable[[], None],
         hold_s: float,
         deadline: float,
+        stall_s: float,
         resume: Resume | None = None,
     ) -> None:
-        """`headers` is asked after `on_first_byte` or `hold_s`, whichever comes first. `deadline` in loop time.
+        """`headers` is asked after `on_first_byte` or `hold_s`, whichever comes first. `deadline` in loop time; a
+        client that takes nothing for `stall_s` is given up before it.
         With `resume`, an event stream whose engine is lost goes on."""
         self._request, self._upstream = request, upstream
         self._headers, self._on_first_byte = headers, on_first_byte
-        self._hold_s, self._deadline = hold_s, deadline
+        self._hold_s, self._deadline, self._stall_s = hold_s, deadline, stall_s
         self._resume = resume if self._is_event_stream() and upstream.status == 200 else None
         self._sent = Sent()
         self._tail = b""
@@ -143,9 +145,10 @@ class Relay:
         await self._to_client(response.write_eof())
 
     async def _to_client(self, write: Awaitable[object]) -> None:
-        """Run a write; a client that takes nothing until the deadline is gone."""
+        """Run a write; a client that takes nothing for too long is gone, and frees its engines' KV."""
+        stalled = asyncio.get_running_loop().time() + self._stall_s
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(min(self._deadline, stalled)):
                 await write
         except (ConnectionError, aiohttp.ClientConnectionError, TimeoutError) as error:
             self._abort()

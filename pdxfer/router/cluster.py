@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from pdxfer.router.eligibility import Mismatches, is_eligible, may_exchange, peer_node, reasons
-from pdxfer.router.members import Engine, Identity, Link, Proxy, Rate, Worker, difference
+from pdxfer.router.members import Engine, Identity, Link, Proxy, Worker, difference
 from pdxfer.router.outbox import Outbox
 from pdxfer.router.settings import RouterSettings
 from pdxfer.wire.messages import (
@@ -96,7 +96,7 @@ class Cluster:
             if len(self.proxies) >= MAX_PROXIES:
                 self._refuse(route, f"there are {MAX_PROXIES} proxies already")
                 return None
-            link = Link(route=route, last_seen=now, rate=Rate(self._settings.message_rate, now))
+            link = Link(route=route, last_seen=now)
             proxy = self.proxies[route] = Proxy(proxy_id=identity.part, link=link)
             self._out.happened("proxy_joined", proxy_id=proxy.proxy_id)
         proxy.link.last_seen = now
@@ -216,9 +216,7 @@ class Cluster:
 
     # ---- joining ---------------------------------------------------------------------------------------------
 
-    def _admit(
-        self, route: bytes, identity: Identity, engine_id: str, incarnation: int, now: float
-    ) -> Engine | None:
+    def _admit(self, route: bytes, identity: Identity, engine_id: str, incarnation: int, now: float) -> Engine | None:
         """The record for this life of an engine, new if need be; None if the hello was refused."""
         if identity.name != engine_id:
             self._refuse(route, f"this connection is {identity.name}/{identity.part}, its hello names {engine_id}")
@@ -247,7 +245,7 @@ class Cluster:
             return old
         if old is not None:
             self.routes.pop(old.route, None)
-        link = Link(route=route, last_seen=now, rate=Rate(self._settings.message_rate, now))
+        link = Link(route=route, last_seen=now)
         self.routes[route] = (engine, link)
         return link
 

@@ -49,31 +49,12 @@ def parse_route(route: bytes) -> Identity | None:
     return Identity(name, match[2].decode()) if is_engine_id(name) else None
 
 
-class Rate:
-    """Token bucket: bounds the messages of one connection."""
-
-    __slots__ = ("_per_s", "_tokens", "_at")
-
-    def __init__(self, per_s: float, now: float) -> None:
-        self._per_s, self._tokens, self._at = per_s, per_s, now
-
-    def take(self, now: float) -> bool:
-        """Whether one more message is within the bound."""
-        self._tokens = min(self._per_s, self._tokens + (now - self._at) * self._per_s) - 1.0
-        self._at = now
-        if self._tokens < 0.0:
-            self._tokens = 0.0
-            return False
-        return True
-
-
 @dataclass(slots=True, kw_only=True)
 class Link:
     """One connection of a member that said hello."""
 
     route: bytes
     last_seen: float
-    rate: Rate
     beat: Heartbeat | None = None
     """The last one."""
     clock_offset: float | None = None

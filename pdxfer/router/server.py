@@ -33,6 +33,7 @@ from pdxfer.router.events import (
     Tick,
     Unreachable,
 )
+from pdxfer.router.flood import Flood
 from pdxfer.router.settings import LIVE, RouterSettings
 from pdxfer.router.snapshot import Snapshot
 from pdxfer.router.state import RouterState
@@ -78,6 +79,7 @@ class RouterServer:
         self._clock = clock
         self._state = RouterState(settings, secret=secrets.token_bytes(32))
         self._decoder: Decoder[FromMember] = Decoder(FromMember)  # type: ignore[arg-type]
+        self._flood = Flood(settings.message_rate)
         self._socket: RouterSocket | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
@@ -107,9 +109,7 @@ class RouterServer:
 
     def start(self) -> None:
         """Bind and serve in a thread of our own."""
-        self._socket = RouterSocket(
-            self._settings.bind, self._security, allow_insecure=self._settings.allow_insecure
-        )
+        self._socket = RouterSocket(self._settings.bind, self._security, allow_insecure=self._settings.allow_insecure)
         self._socket.register(self._wake)
         log.info("router listens on %s, keys %s", self.endpoint, "on" if self._security else "off")
         self._thread.start()
@@ -203,6 +203,11 @@ class RouterServer:
             if received is None:
                 return
             route, payload = received
+            if not self._flood.admits(route, len(payload), self._clock.now()):
+                self._counts["rate"] += 1
+                limit = f"{self._settings.message_rate:g} messages/s (router.message_rate)"
+                self._log_line("warning", f"messages dropped: {route[:80]!r} sends more than {limit}")
+                continue
             try:
                 message = self._decoder.decode(payload)
             except ProtocolError as error:

@@ -44,7 +44,8 @@ class RouterSettings:
     lease_s: float = 120.0
     """Life of a pairing; renewed when its prefill starts and with each grant."""
     message_rate: float = 20_000.0
-    """Messages per second and connection, and burst; more are dropped and counted."""
+    """Messages per second and connection, and burst; each 4 KiB of a message count as one more. What is beyond is
+    dropped and counted."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -53,9 +53,7 @@ from pdxfer.wire.messages import (
 class RouterState:
     """All that the router knows. `secret` goes to the workers, who prove it to each other."""
 
-    def __init__(
-        self, settings: RouterSettings, *, secret: bytes, mint: Callable[[], str] = new_transfer_id
-    ) -> None:
+    def __init__(self, settings: RouterSettings, *, secret: bytes, mint: Callable[[], str] = new_transfer_id) -> None:
         self._settings = settings
         self._now = 0.0
         self._capacity_changed = False
@@ -97,14 +95,7 @@ class RouterState:
         known = self.cluster.routes.get(route)
         if known is not None:
             engine, link = known
-            if link.rate.take(self._now):
-                self._from_engine(engine, link, message, wall)
-            else:
-                self.out.count("refused", "rate")
-            return
-        proxy = self.cluster.proxies.get(route)
-        if proxy is not None and not proxy.link.rate.take(self._now):
-            self.out.count("refused", "rate")
+            self._from_engine(engine, link, message, wall)
             return
         identity = parse_route(route)
         if identity is None:
