@@ -4,10 +4,25 @@ from typing import Any
 
 import torch
 
+from pdxfer.codec.form import PackedForm
 from pdxfer.core.errors import ConfigError
 from pdxfer.kv.pack import Bytes, Packing, check_packing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def form_of(cache: torch.Tensor, isa: str, block_size: int, num_layers: int) -> PackedForm:
+    """The store's ChunkForm of KV tensors like `cache`, vLLM's [B, H, N, 2 D] of one layer. Raises ConfigError where
+    the inside of a block is not proved."""
+    if cache.is_cuda or isa == "plain":
+        raise ConfigError("the inside of KV blocks is proved on CPU only, not yet on this device")
+    if cache.dim() != 4 or cache.shape[2] != block_size or cache.shape[3] % 2 or not cache[0].is_contiguous():
+        raise ConfigError(
+            f"KV tensors of shape {tuple(cache.shape)}, strides {cache.stride()}, are not [B, H, {block_size}, 2 D]"
+        )
+    dtype = str(cache.dtype).removeprefix("torch.")
+    packing = cpu_packing(isa, dtype, cache.shape[1], block_size, cache.shape[3] // 2)
+    return PackedForm(packing, dtype, num_layers)
 
 
 def cpu_packing(isa: str, dtype: str, heads: int, block_size: int, head_dim: int) -> Packing:
@@ -18,7 +33,10 @@ def cpu_packing(isa: str, dtype: str, heads: int, block_size: int, head_dim: int
     packing = Packing(kind=isa, heads=heads, block_size=block_size, head_dim=head_dim, item_bytes=item)
 
     def write(key: Bytes, value: Bytes, cache: Bytes) -> None:
-        reshape_and_cache(key, value, cache, packing, dtype)
+        try:
+            reshape_and_cache(key, value, cache, packing, dtype)
+        except (AttributeError, RuntimeError) as error:
+            raise ConfigError(f"this vLLM does not write KV blocks of {packing}: {error}") from error
 
     check_packing(packing, write)
     return packing

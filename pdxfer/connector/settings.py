@@ -9,7 +9,7 @@ import msgspec
 from pdxfer.config.load import load_config
 from pdxfer.config.network import advertised, bind_address
 from pdxfer.config.schema import Config
-from pdxfer.config.store import StoreConfig
+from pdxfer.config.store import CodecConfig, StoreConfig
 from pdxfer.connector.compat import VllmConfig
 from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import is_engine_id
@@ -46,6 +46,8 @@ class ConnectorSettings:
     max_deadline_s: float = 600.0
     """Upper bound of a request's own deadline."""
     store: StoreConfig = field(default_factory=StoreConfig)
+    tables_dir: Path = field(default_factory=lambda: Path(CodecConfig().tables_dir).expanduser())
+    """Calibrated tables of codecs, by model."""
     max_early: int = 4096
     """Messages about transfers whose request has not arrived yet."""
 
@@ -86,6 +88,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         spill_after_s=transport.spill_after_ms / 1000,
         max_deadline_s=transport.deadline_s,
         store=ours.store,
+        tables_dir=Path(ours.codec.tables_dir).expanduser(),
     )
 
 

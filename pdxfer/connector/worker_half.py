@@ -13,6 +13,7 @@ from pdxfer.connector.compat import KVCacheConfig, VllmConfig
 from pdxfer.connector.fingerprint import fingerprint, store_identity
 from pdxfer.connector.scheduler_half import StepMeta
 from pdxfer.connector.settings import ConnectorSettings
+from pdxfer.connector.values import chunk_form, codecs_of, dtype_of
 from pdxfer.core.errors import ConfigError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.device import DeviceBlocks
@@ -72,6 +73,9 @@ class WorkerHalf:
             config=settings.store,
             identity=store_identity(marks, self._rank, world_size),
             blocks=DeviceBlocks(_bytes_of(cache), layout) if cache.is_cuda else None,
+            codecs=codecs_of(marks["weights"], settings.tables_dir),
+            form=chunk_form(cache, marks["packing"], layout.block_size, layout.num_layers, settings.store),
+            dtype=dtype_of(cache),
             subdirectory="-".join(parts),
             shares=world_size,
         )

@@ -52,6 +52,8 @@ class StoreSettings:
     codecs: Codecs | None = None
     form: ChunkForm | None = None
     """Lets lossy codecs see this engine's values."""
+    dtype: str = "opaque"
+    """Of the values in KV blocks, by frame.DTYPES."""
     subdirectory: str = ""
     """Below each tier's directory, where several processes share the configuration."""
     shares: int = 1
@@ -78,8 +80,8 @@ class StoreSide:
 
         async def make() -> TieredStore:
             tiers = await open_tiers(config, clock)
-            identity = identity_digest(settings.identity)
-            return TieredStore(tiers, config, identity, clock=clock, codecs=settings.codecs, form=settings.form)
+            identity, codecs, form = identity_digest(settings.identity), settings.codecs, settings.form
+            return TieredStore(tiers, config, identity, clock=clock, codecs=codecs, form=form, dtype=settings.dtype)
 
         self.thread = StoreThread(make)
         self.thread.start(OPEN_TIMEOUT_S)

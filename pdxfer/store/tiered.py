@@ -21,7 +21,7 @@ from pdxfer.store.events import EventLog, Listener
 from pdxfer.store.reading import Reader
 from pdxfer.store.slot import TierSlot
 from pdxfer.store.stats import StoreStats, slot_stats
-from pdxfer.store.transcode import RAW, ChunkForm, Transcoder
+from pdxfer.store.transcode import OPAQUE, RAW, ChunkForm, Transcoder
 from pdxfer.store.workers import Workers
 from pdxfer.store.writing import HELD, Writer
 
@@ -50,13 +50,14 @@ class TieredStore:
         clock: Clock = SYSTEM_CLOCK,
         codecs: Codecs | None = None,
         form: ChunkForm | None = None,
+        dtype: str = OPAQUE,
         num_threads: int = 2,
     ) -> None:
         """`tiers` are open, in the order of `config.tiers`, and closed with the store. ConfigError for a codec that
-        cannot be made. `form` is needed for lossy codecs."""
+        cannot be made. `form` is needed for lossy codecs, `dtype` for lossless ones to find something."""
         self.config, self.clock = config, clock
         self.slots = _slots(tiers, config, clock)
-        self.coder = Transcoder(identity, codecs, form)
+        self.coder = Transcoder(identity, codecs, form, dtype)
         self.workers = Workers(num_threads)
         self.events = EventLog()
         self.reader = Reader(self.slots, self.coder, self.workers, self.events, clock)

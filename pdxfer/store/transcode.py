@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from pdxfer.codec.base import Bytes, ChunkSpec
+from pdxfer.codec.base import ITEM_BYTES, Bytes, ChunkSpec
 from pdxfer.codec.frame import HEADER_BYTES, FrameError, FrameHeader, open_frame, seal
 from pdxfer.codec.registry import Codecs, encode_frame
 from pdxfer.store.base import Buffer
@@ -22,6 +22,7 @@ from pdxfer.store.lease import total_bytes
 log = logging.getLogger(__name__)
 
 RAW = "raw"
+OPAQUE = "opaque"
 
 
 class ChunkForm(Protocol):
@@ -43,8 +44,12 @@ class ChunkForm(Protocol):
 class Transcoder:
     """Makes and opens frames. Any thread."""
 
-    def __init__(self, identity: bytes, codecs: Codecs | None = None, form: ChunkForm | None = None) -> None:
+    def __init__(
+        self, identity: bytes, codecs: Codecs | None = None, form: ChunkForm | None = None, dtype: str = OPAQUE
+    ) -> None:
+        """`dtype` (frame.DTYPES) of the values in raw bytes, however packed: lossless and zstd need no more."""
         self.identity = identity
+        self._dtype = dtype
         self._codecs = codecs if codecs is not None else Codecs()
         self._form = form
 
@@ -58,6 +63,7 @@ class Transcoder:
         digest = _copy_digested(payload, chunk.parts)
         header = FrameHeader(
             codec=RAW,
+            dtype=self._dtype,
             num_tokens=chunk.num_tokens,
             first_token=chunk.first_token,
             raw_bytes=len(payload),
@@ -128,7 +134,8 @@ class Transcoder:
         made = self._codecs.get(codec, level)
         num_tokens, first_token = header.num_tokens, header.first_token
         if made.opaque:
-            spec = ChunkSpec(dtype="opaque", shape=(1, 1, 1, 1, raw.nbytes), first_token=first_token)
+            dtype = header.dtype if raw.nbytes % ITEM_BYTES[header.dtype] == 0 else OPAQUE
+            spec = ChunkSpec(dtype=dtype, shape=(1, 1, 1, 1, raw.nbytes // ITEM_BYTES[dtype]), first_token=first_token)
             return encode_frame(raw, spec, made, header.key, self.identity, num_tokens)
         if self._form is None:
             raise FrameError(f"codec {codec} needs the engine's KV layout, which this process does not know")
