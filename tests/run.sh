@@ -51,15 +51,15 @@ ruff check .
 mypy
 lint-imports
 
-step "tests without vLLM"
 if [ "$tier" = fast ]; then
+  step "tests without vLLM"
   "$python" -m pytest -m "not vllm and not full and not slow" tests
   exit 0
 fi
-"$python" -m pytest -m "not vllm and not full" tests
-
 step "demo model"
 pdxfer model demo >/dev/null
+step "tests without vLLM, the slow ones too"
+"$python" -m pytest -m "not vllm and not full" tests
 
 step "tests on real vLLM"
 marker="vllm and not full"
