@@ -271,9 +271,12 @@ def test_all_ranks_or_none() -> None:
     assert verdict == (3, 4)
 
 
-def test_slow_tiers_are_asked_and_waited_for_until_the_deadline() -> None:
-    remote = [TierConfig(url="dram:"), TierConfig(url="redis://h")]
-    engine, request = Engine(tiers=remote, lookup_timeout_s=0.2), prompt(96)
+@pytest.mark.parametrize(
+    "config",
+    [{"tiers": [TierConfig(url="dram:"), TierConfig(url="redis://h")]}, {"shared_memory": "/run/store.sock"}],
+)
+def test_tiers_that_others_write_are_asked_and_waited_for_until_the_deadline(config: dict[str, Any]) -> None:
+    engine, request = Engine(lookup_timeout_s=0.2, **config), prompt(96)
     engine.hold(engine.keys(request)[:1])
     engine.store.on_new_request(request)  # type: ignore[arg-type]
     (find,) = engine.member.of(Find)

@@ -26,7 +26,8 @@ class StoreEngine:
         self.start()
 
     def start(self) -> None:
-        tiers = f"[{{url: 'dram:', capacity_gib: 0.15}}, {{url: 'file://{self._directory}', capacity_gib: 1}}]"
+        disk = f"{{url: 'file://{self._directory}', capacity_gib: 1, codec: lossless}}"
+        tiers = f"[{{url: 'dram:', capacity_gib: 0.15}}, {disk}]"
         sets = [
             "model.dtype=float32", "model.served_name=demo", f"store.tiers={tiers}", "engine.max_num_seqs=4",
             "engine.env={VLLM_SERVER_DEV_MODE: '1', VLLM_CPU_OMP_THREADS_BIND: '0'}",
@@ -51,8 +52,11 @@ class StoreEngine:
         self.kill()
         pytest.fail(f"the store engine was not ready within {START_S} s:\n{self.tail()}")
 
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
     def tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:])
+        return "\n".join(self.log().splitlines()[-60:])
 
     def kill(self) -> None:
         """kill -9 of the whole launch; its engine is gone, and its port free, when this returns."""

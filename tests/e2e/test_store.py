@@ -44,6 +44,11 @@ async def test_the_second_request_is_loaded_and_says_the_same(
     assert (second.tokens, await engine.hits() - before) == (first.tokens, loaded)
 
 
+async def test_the_engine_knows_how_its_blocks_are_packed(engine: StoreEngine) -> None:
+    """Lossy codecs could be used: the canary passed on the tensors that vLLM registered."""
+    assert "no lossy codec" not in engine.log()
+
+
 async def test_a_conversation_goes_on_from_what_was_generated(engine: StoreEngine, prompts: Prompts) -> None:
     """`save_decoded`: the next turn starts with prompt and answer of the last one."""
     ids = prompts.ids(250, 77)
@@ -56,9 +61,7 @@ async def test_a_conversation_goes_on_from_what_was_generated(engine: StoreEngin
     assert through.tokens == alone.tokens
 
 
-async def test_what_another_prompt_shares_is_loaded(
-    engine: StoreEngine, prompts: Prompts
-) -> None:
+async def test_what_another_prompt_shares_is_loaded(engine: StoreEngine, prompts: Prompts) -> None:
     """The engine has some blocks, the store has more, the end is new."""
     base = prompts.ids(700, 31)
     await engine.ask_and_store(base, "shared", 3)
