@@ -1,6 +1,7 @@
 """Tiers by URL: schemes, plug-ins, the shared memory of the host, and what a wrong URL says."""
 
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.store import open as opening
 from pdxfer.store.base import Tier
 from pdxfer.store.dram import DramTier
-from pdxfer.store.open import find_factory, open_tier, open_tiers
+from pdxfer.store.open import BUILT_IN, find_factory, open_tier, open_tiers
 from pdxfer.store.shared import SharedDramTier
 from pdxfer.testing.fake_clock import FakeClock
 
@@ -94,3 +95,11 @@ async def test_what_was_opened_is_closed_if_a_later_tier_cannot_be() -> None:
 def test_a_wrong_option_of_the_dram_tier_says_what_it_may_be(options: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         DramTier(TierConfig(url="dram:", options=options), FakeClock())
+
+
+def test_every_built_in_scheme_leads_to_a_file_of_ours() -> None:
+    root = Path(opening.__file__).parents[2]
+    missing = [
+        path for path in BUILT_IN.values() if not (root / (path.partition(":")[0].replace(".", "/") + ".py")).exists()
+    ]
+    assert not missing
