@@ -8,9 +8,10 @@ import yaml
 
 from pdxfer.config import network
 from pdxfer.config.load import dump, find_config, load, packaged_configs
+from pdxfer.config.redact import REDACTED
 from pdxfer.config.schema import Config, NetworkConfig, RouterConfig
 from pdxfer.config.shape import descriptions, json_schema
-from pdxfer.config.show import REDACTED, rows
+from pdxfer.config.show import rows
 from pdxfer.core.errors import ConfigError
 
 

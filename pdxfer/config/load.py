@@ -17,8 +17,9 @@ import msgspec
 import yaml
 from msgspec.inspect import Type
 
+from pdxfer.config.redact import REDACTED, redacted
 from pdxfer.config.schema import Config
-from pdxfer.config.shape import choices_of, fields_of, item_of, root, shape_at, takes_text, value_of
+from pdxfer.config.shape import choices_of, fields_of, is_secret, item_of, root, shape_at, takes_text, value_of
 from pdxfer.config.sources import KeyPath, Source, Tree, display, read_env, read_file, read_flags, read_sets
 from pdxfer.core.errors import ConfigError
 
@@ -140,7 +141,8 @@ def _read_text(text: str, shape: Type | None, origin: str) -> object:
     try:
         value: object = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: {text!r} is not a value: {getattr(error, 'problem', error)}") from error
+        shown = REDACTED if is_secret(shape) else repr(redacted(text))
+        raise ConfigError(f"{origin}: {shown} is not a value: {getattr(error, 'problem', error)}") from error
     if isinstance(value, str) and takes_text(item_of(shape)):
         return [part.strip() for part in text.split(",") if part.strip()]
     return value
@@ -170,11 +172,12 @@ def _expected(what: str, path: KeyPath, value: object) -> str:
     """msgspec's complaint in our words, with the value that was found."""
     choices = choices_of(shape_at(path))
     if choices and what.startswith("Invalid enum value"):
-        return f"expected one of {', '.join(choices)}, got {value!r}"
+        return f"expected one of {', '.join(choices)}, got {redacted(value)!r}"
     text = what.replace("`", "").replace("object", "a mapping").replace("array", "a list")
     text = text[0].lower() + text[1:]
-    shown = repr(value)
-    if isinstance(value, dict) or shown in text or len(shown) > 60:
+    shown = repr(redacted(value))
+    is_hidden = any(is_secret(shape_at(path[: length + 1])) for length in range(len(path)))
+    if is_hidden or isinstance(value, dict) or shown in text or len(shown) > 60:
         return text
     return f"{text} {shown}" if ", got " in text else f"{text}, got {shown}"
 

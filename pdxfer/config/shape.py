@@ -57,8 +57,8 @@ def shape_at(path: Iterable[str | int]) -> Type | None:
     return shape
 
 
-def is_secret(shape: Type) -> bool:
-    """Whether values must not be shown."""
+def is_secret(shape: Type | None) -> bool:
+    """Whether values, and names below it, must not be shown."""
     return isinstance(shape, Metadata) and bool((shape.extra or {}).get("secret"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from pdxfer.config.shape import is_secret, shape_at
 from pdxfer.core.errors import ConfigError
 
 ENV_PREFIX = "PDXFER_"
@@ -125,7 +126,7 @@ class _Reader:
             key = str(key_node.value)
             line = key_node.start_mark.line + 1
             if key in tree:
-                where = display((*path, key))
+                where = f"a key of {display(path)}" if is_secret(shape_at(path)) else display((*path, key))
                 raise ConfigError(f"{self._file}:{line}: {where} is set twice in this file; keep one of the two")
             tree[key] = self.read(value_node, (*path, key))
             self._origins[(*path, key)] = f"{self._file}:{line}"
