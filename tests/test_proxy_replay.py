@@ -149,5 +149,6 @@ async def test_tenants_have_prefixes_of_their_own() -> None:
         assert red == also_red != blue
         assert len({red, blue, await salt("k1", cache_salt="a"), await salt("k3", cache_salt="a")}) == 4
         assert await salt("k1", cache_salt=blue) != blue
-        prefill = json.loads(r.prefill.counts.seen[-1].body)
-        assert prefill["cache_salt"] == json.loads(r.decode.counts.seen[-1].body)["cache_salt"]
+        legs = [json.loads(side.counts.seen[-1].body) for side in (r.prefill, r.decode)]
+        assert legs[0]["cache_salt"] == legs[1]["cache_salt"]
+        assert [leg["kv_transfer_params"]["pdxfer"]["tenant"] for leg in legs] == ["red", "red"]

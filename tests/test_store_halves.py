@@ -35,6 +35,7 @@ class Request:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     resumable: bool = False
+    kv_transfer_params: Any = None
     status: Any = field(default_factory=lambda: SimpleNamespace(name="FINISHED_STOPPED"))
 
     def __post_init__(self) -> None:
@@ -430,6 +431,17 @@ def test_every_rank_has_to_copy_before_blocks_come_back() -> None:
     assert engine.pool.held == []
 
 
+@pytest.mark.parametrize(
+    ("params", "tenant"),
+    [({"pdxfer": {"tenant": "red"}}, "red"), (None, ""), ({"pdxfer": 3}, ""), ({"pdxfer": {"tenant": "x" * 129}}, "")],
+)
+def test_a_save_names_the_tenant_of_its_request(params: Any, tenant: str) -> None:
+    engine, request = Engine(), prompt(32)
+    request.kv_transfer_params = params
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    assert [plan.tenant for plan in engine.step(request, 0, 32, [1, 2])] == [tenant]
+
+
 def test_salt_is_part_of_every_key() -> None:
     engine = Engine()
     plain, salted = prompt(64), Request("s", list(range(64)), cache_salt="tenant")
@@ -455,6 +467,7 @@ def test_a_prompt_whose_grant_does_not_come_goes_to_the_store_and_its_blocks_bac
     spills = Spills(sends, engine.store.saves, 2.0)
     for name, granted in (("late", False), ("granted", True)):
         request = prompt(100, name, first=0 if granted else 1000)
+        request.kv_transfer_params = {"pdxfer": {"tenant": name}}
         engine.store.on_new_request(request)  # type: ignore[arg-type]
         sends.begin(request, f"t-{name}", 120.0)  # type: ignore[arg-type]
         send = sends.get(f"t-{name}")
@@ -469,6 +482,7 @@ def test_a_prompt_whose_grant_does_not_come_goes_to_the_store_and_its_blocks_bac
     spills.check(2.0)
     plans = engine.step(prompt(1, "x"), 0, 0, [])
     assert [(p.block_ids, p.reserved) for p in plans] == [((1, 2), True), ((3, 4), True), ((5, 6), True)]
+    assert {p.tenant for p in plans} == {"late"}
     for plan in plans:
         spills.check(3.0)
         assert not any(isinstance(m, LegFailed) for m in engine.member.router)

@@ -10,6 +10,8 @@ from pdxfer.connector.identity import digest_prompt, digest_weights
 from pdxfer.wire.messages import Leg, Role
 
 DEFAULT_DEADLINE_S = 60.0
+MAX_TENANT_CHARS = 128
+"""What the proxy's configuration allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,14 @@ def transfer_params(request: Request, role: Role) -> TransferParams | None:
     if leg not in ("prefill", "decode") or not isinstance(deadline, int | float) or not 0 < deadline < 1e6:
         return None
     return TransferParams(transfer_id=ours["transfer_id"], leg=leg, deadline_s=float(deadline))
+
+
+def tenant_of(request: Request) -> str:
+    """Whose KV this is, as the proxy (or who reaches the engine without one) says; empty: nobody's in particular."""
+    params = request.kv_transfer_params
+    ours: Any = params.get("pdxfer") if isinstance(params, dict) else None
+    tenant = ours.get("tenant") if isinstance(ours, dict) else None
+    return tenant if isinstance(tenant, str) and len(tenant) <= MAX_TENANT_CHARS else ""
 
 
 def unsupported(request: Request) -> str:

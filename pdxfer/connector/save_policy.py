@@ -12,8 +12,8 @@ from pdxfer.connector.chunks import RankChunk
 from pdxfer.connector.references import References
 from pdxfer.store.policy import SecondSight
 
-Offer = tuple[RankChunk, tuple[int, ...]]
-"""A chunk and the blocks that hold it."""
+Offer = tuple[RankChunk, tuple[int, ...], str]
+"""A chunk, the blocks that hold it, its tenant."""
 
 
 class SavePolicy(Protocol):
@@ -78,7 +78,7 @@ class OnEviction:
 
     def wants(self, offer: Offer) -> bool:
         """Not yet; remembered."""
-        chunk, block_ids = offer
+        chunk, block_ids, _ = offer
         key = chunk[0].key
         for block_id in block_ids:
             before = self._by_block.get(block_id, key)

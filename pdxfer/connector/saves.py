@@ -13,7 +13,7 @@ from pdxfer.connector.chunks import PromptChunks, RankChunk
 from pdxfer.connector.compat import Request, SchedulerOutput
 from pdxfer.connector.mirror import Mirror
 from pdxfer.connector.references import References
-from pdxfer.connector.requests import computed_before
+from pdxfer.connector.requests import computed_before, tenant_of
 from pdxfer.connector.save_policy import Nothing, Offer, SavePolicy
 from pdxfer.node.plan import SavePlan
 from pdxfer.wire.store_facts import Saved
@@ -144,25 +144,25 @@ class Saves:
     def _offer(self, saving: _Saving, chunk: RankChunk, over: bool, force: bool) -> list[SavePlan]:
         first, last = chunk[0].first_token // self._block_size, chunk[0].end // self._block_size
         block_ids = tuple(saving.table[first:last])
-        offer: Offer = (chunk, block_ids)
+        offer: Offer = (chunk, block_ids, tenant_of(saving.chunks.request))
         if self._is_there(chunk) or len(block_ids) < last - first or not (force or self._policy.wants(offer)):
             return []
         return self._plan(offer, over)
 
     def _plan(self, offer: Offer, over: bool) -> list[SavePlan]:
-        chunk, block_ids = offer
-        if self._is_there(chunk) or not self._has_room:
+        if self._is_there(offer[0]) or not self._has_room:
             return []
         return [self._hold(offer, over, reserved=False)]
 
     def _hold(self, offer: Offer, over: bool, reserved: bool) -> SavePlan:
-        chunk, block_ids = offer
+        chunk, block_ids, tenant = offer
         plan = SavePlan(
             save_id=next(self._ids),
             keys=tuple(key.key for key in chunk),
             block_ids=block_ids,
             first_token=chunk[0].first_token,
             num_tokens=chunk[0].num_tokens,
+            tenant=tenant,
             reserved=reserved,
         )
         self._references.take(block_ids)
@@ -171,14 +171,14 @@ class Saves:
         self._num_held += len(block_ids)
         return plan
 
-    def spill(self, chunks: list[RankChunk], table: list[int]) -> list[int]:
+    def spill(self, chunks: list[RankChunk], table: list[int], tenant: str = "") -> list[int]:
         """Save these chunks of an ended request, whose references hold `table`, whatever policy and bounds say; ids of
         the saves."""
         plans: list[SavePlan] = []
         for chunk in chunks:
             first, last = chunk[0].first_token // self._block_size, chunk[0].end // self._block_size
             if not self._is_there(chunk):
-                plans.append(self._hold((chunk, tuple(table[first:last])), over=True, reserved=True))
+                plans.append(self._hold((chunk, tuple(table[first:last]), tenant), over=True, reserved=True))
         self._late += plans
         self._spilled.update({plan.save_id: None for plan in plans})
         return [plan.save_id for plan in plans]

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from pdxfer.connector.chunks import PromptChunks, RankChunk
+from pdxfer.connector.requests import tenant_of
 from pdxfer.connector.saves import Saves
 from pdxfer.connector.sends import Sends
 from pdxfer.connector.transfer import Send
@@ -24,6 +25,7 @@ class _Spill:
 
     send: Send
     chunks: list[RankChunk]
+    tenant: str
     at: float
     """Monotonic seconds: when patience ends."""
     save_ids: list[int] | None = None
@@ -44,7 +46,7 @@ class Spills:
             return
         tail = chunks.tail(send.num_tokens)
         whole = chunks.full(send.num_tokens) + ([tail] if tail is not None else [])
-        self._waiting[send.transfer_id] = _Spill(send, whole, now + self._after_s)
+        self._waiting[send.transfer_id] = _Spill(send, whole, tenant_of(chunks.request), now + self._after_s)
 
     def check(self, now: float) -> None:
         """Each step: begin what is due, end what is stored."""
@@ -54,7 +56,7 @@ class Spills:
                 del self._waiting[transfer_id]
             elif spill.save_ids is None:
                 if now >= spill.at:
-                    spill.save_ids = self._saves.spill(spill.chunks, send.held)
+                    spill.save_ids = self._saves.spill(spill.chunks, send.held, spill.tenant)
             elif (stored := self._saves.spilled(spill.save_ids)) is not None:
                 del self._waiting[transfer_id]
                 self._end(send, stored)

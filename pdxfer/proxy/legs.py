@@ -36,6 +36,7 @@ class Legs:
         headers: Mapping[str, str],
         transfer_timeout_s: float,
         deadline: float,
+        tenant: str = "",
     ) -> None:
         """`deadline` is the request's, in event-loop time; the KV has `transfer_timeout_s` of it."""
         self._engines, self._pairer, self._metrics = engines, pairer, metrics
@@ -47,6 +48,8 @@ class Legs:
             "transfer_id": pairing.transfer_id,
             "deadline_s": round(self._transfer_deadline - now, 3),
         }
+        if tenant:
+            transfer["tenant"] = tenant
         self._prefill_body = encode(prefill_body(parsed, transfer))
         self._decode_body = encode(decode_body(parsed, transfer))
         self._prefill: asyncio.Task[None] | None = None

@@ -228,6 +228,7 @@ class Service:
             headers=exchange.headers,
             transfer_timeout_s=self._settings.transfer_timeout_s,
             deadline=exchange.deadline,
+            tenant=exchange.entry.tenant,
         )
         async with legs:
             try:
