@@ -33,6 +33,8 @@ from pdxfer.memory.region import Region
 from pdxfer.node.plan import SavePlan
 from pdxfer.node.store_blocks import HostBlocks
 from pdxfer.node.store_side import StoreSettings, StoreSide
+from pdxfer.store.chunk import NewChunk
+from pdxfer.store.transcode import Transcoder
 from pdxfer.wire.halves import ToScheduler
 from pdxfer.wire.store_facts import Held, Load, Loaded
 
@@ -208,6 +210,18 @@ def test_calibrated_tables_are_used_where_there_are_some(tmp_path: Path) -> None
             found = r.load(1)
             assert np.array_equal(found[:, :, :, :EXACT_TOKENS], values_of(0)[:, :, :, :EXACT_TOKENS])
             assert not np.array_equal(found, values_of(0))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("codec", ["lossless", "zstd"])
+def test_a_raw_frame_says_what_its_values_are(codec: str, odd: int) -> None:
+    """Another process, which knows nothing of the engine, makes a small frame of it; odd lengths are bytes."""
+    data = from_float(values_of(0), DTYPE).tobytes() + bytes(odd)
+    frame = Transcoder(bytes(16), dtype=DTYPE).raw_frame(NewChunk(key=key_of(0), num_tokens=TOKENS, parts=[data]))
+    stranger = Transcoder(bytes(16))
+    coded = b"".join(stranger.recode(memoryview(frame), key_of(0), codec, 0))
+    assert bytes(stranger.open(memoryview(coded), key_of(0))[1]) == data
+    assert odd or len(coded) < 0.85 * len(data)
 
 
 @pytest.mark.parametrize(
