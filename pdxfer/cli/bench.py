@@ -8,7 +8,7 @@ import typer
 from pdxfer.cli.options import new_app
 from pdxfer.core.errors import ConfigError
 
-BENCHES = ("codec", "reuse", "router", "store", "transfer", "ttft")
+BENCHES = ("chaos", "codec", "reuse", "router", "store", "transfer", "ttft")
 app = new_app()
 
 
@@ -16,10 +16,13 @@ app = new_app()
 def bench(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(help="codec, reuse, router, store, transfer or ttft; `bench NAME --help` has its options.")
+        str,
+        typer.Argument(
+            help="chaos, codec, reuse, router, store, transfer or ttft; `bench NAME --help` has its options."
+        ),
     ],
 ) -> None:
-    """Measure codecs, reuse, router, store, transfer or time to first token.
+    """Measure codecs, reuse, router, store, transfer or time to first token; or break a cluster (chaos).
 
     Example: pdxfer bench ttft --lens 1000,3500 --reps 5
     """

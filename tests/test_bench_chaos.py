@@ -1,0 +1,137 @@
+"""The chaos bench: its plan, its judge on made-up answers, and a small run on fake engines."""
+
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from pdxfer.bench import chaos
+from pdxfer.bench.chaos_faults import Fault, Happened, Kind, plan_faults
+from pdxfer.bench.chaos_judge import Judge, Reference, Verdict
+from pdxfer.bench.chaos_load import Got, Question, questions
+from pdxfer.bench.chaos_rows import rows, summary
+
+QUESTION = Question(prompt="p", num_tokens=3)
+SUMMARY = [
+    "requests", "faults", "wrong", "hung", "failed", "failed_unexplained", "slowest_recovery_s", "slowest_answer_s",
+]  # fmt: skip
+
+
+def got(*pieces: str, failure: str = "", is_told: bool = True, began: float = 0.0, is_hung: bool = False) -> Got:
+    return Got(
+        question=QUESTION, is_stream=True, began=began, ended=began + 1, pieces=list(pieces), failure=failure,
+        is_told=is_told, is_hung=is_hung,
+    )  # fmt: skip
+
+
+def happened(target: str, kind: Kind = Kind.kill, began: float = 0.5) -> Happened:
+    return Happened(fault=Fault(kind=kind, target=target, gap_s=1), began=began, ended=began, whole=began + 2)
+
+
+async def verdict(
+    one: Got, *faults: Happened, num_decode: int = 2, reference: str = " a b c", rest: str = ""
+) -> Verdict:
+    """The verdict on one answer; `rest` is what one engine alone goes on with after " a"."""
+
+    async def alone(question: Question, begun: str) -> str:
+        return rest if begun == " a" else "?"
+
+    return await Judge({"p": Reference(text=reference)}, faults, num_decode, alone).verdict(one)
+
+
+def test_a_seed_fixes_the_faults_and_all_kinds_meet_all_targets() -> None:
+    """Before any pair of kind and target comes again; stops last 0.5 to 4 s."""
+    targets = ["router", "p0", "d0", "d1"]
+    plan = list(plan_faults(targets, 30, 7))
+    assert plan == list(plan_faults(targets, 30, 7)) != list(plan_faults(targets, 30, 8))
+    assert {(f.kind, f.target) for f in islice(plan, 12)} == {(kind, name) for kind in Kind for name in targets}
+    assert all((0.5 <= f.pause_s <= 4.0) == (f.kind is Kind.pause) for f in plan)
+
+
+def test_prompts_differ_and_are_the_same_for_a_seed() -> None:
+    pool = questions(3, 5000)
+    assert len({question.prompt for question in pool}) == len(pool) and pool == questions(3, 5000)
+
+
+@pytest.mark.parametrize(
+    ("one", "faults", "expected"),
+    [
+        (got(" a", " b", " c"), [], Verdict.right),
+        (got(" a", " b"), [], Verdict.wrong),
+        (got(" a", " x", " c"), [], Verdict.wrong),
+        (got(" x", failure="error event", began=0), [happened("d0")], Verdict.wrong),
+        (got(" a", is_hung=True, failure="nothing ended it"), [happened("d0")], Verdict.hung),
+        (got(" a", failure="error event"), [happened("d0")], Verdict.failed),
+        (got(" a", failure="error event"), [happened("p0")], Verdict.unexplained),
+        (got(" a", failure="error event"), [happened("d0", Kind.pause)], Verdict.unexplained),
+        (got(" a", failure="error event"), [happened("d0", began=5)], Verdict.unexplained),
+        (got(" a", failure="connection reset", is_told=False), [happened("d0")], Verdict.unexplained),
+        (got(failure="503 busy"), [happened("d0")], Verdict.unexplained),
+    ],
+)  # fmt: skip
+async def test_the_verdict(one: Got, faults: Sequence[Happened], expected: Verdict) -> None:
+    """With two decode engines only a begun stream of a killed one may fail, and only if it is told."""
+    assert await verdict(one, *faults) is expected
+
+
+async def test_without_another_decode_engine_every_failure_is_explained() -> None:
+    assert await verdict(got(failure="503 busy"), happened("d0"), num_decode=1) is Verdict.failed
+    assert await verdict(got(failure="503 busy"), happened("router"), num_decode=1) is Verdict.unexplained
+
+
+async def test_a_continued_stream_is_right_if_an_engine_alone_goes_on_like_that() -> None:
+    """And only after a decode engine was lost."""
+    one = got(" a", " y", " z")
+    assert await verdict(one, happened("d0"), rest=" y z") is Verdict.right
+    assert await verdict(one, happened("d0"), rest=" y q") is Verdict.wrong
+    assert await verdict(one, happened("p0"), rest=" y z") is Verdict.wrong
+
+
+def test_a_tie_may_fall_either_way() -> None:
+    """The two best tokens within float32's noise; a difference anywhere else is wrong."""
+    reference = Reference(text=" a b c", ends=(2, 4, 6), gaps=(5.0, 1e-6, 5.0))
+    assert reference.agrees(" a x", is_whole=True) and not reference.agrees(" x b c", is_whole=True)
+    assert not reference.agrees(" a b x", is_whole=True)
+
+
+def test_the_table_puts_a_request_to_the_last_fault_before_its_end() -> None:
+    """Quiet requests and the sum have lines of their own."""
+    faults = [happened("d0", began=0.5), happened("router", began=0.8)]
+    judged = [(got(" a b c"), Verdict.right), (got(" x", began=9), Verdict.wrong)]
+    found = {row["fault"]: row for row in rows(judged, faults)}
+    assert {name: row["requests"] for name, row in found.items()} == {
+        "kill -9 decode": 0, "kill -9 router": 1, "none": 1, "all": 2,
+    }  # fmt: skip
+    assert list(summary(judged, faults)) == SUMMARY and summary(judged, faults)["wrong"] == 1
+
+
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], *args: str) -> None:
+    """A run with --json keeps the promise and prints the object that others read."""
+    code = chaos.main([*args, "--json", "--out", str(tmp_path)])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    printed = json.loads(captured.out)
+    assert list(printed["summary"]) == SUMMARY and printed == json.loads((tmp_path / "chaos.json").read_text())
+    assert printed["summary"]["wrong"] == printed["summary"]["hung"] == printed["summary"]["failed_unexplained"] == 0
+    assert printed["summary"]["faults"] == int(args[args.index("--faults") + 1])
+
+
+@pytest.mark.slow
+def test_a_small_run_on_fake_engines_keeps_its_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Router, prefill and decode processes are hurt under load: nothing wrong, hung or failed without a reason."""
+    check(tmp_path, capsys, "--engine", "fake", "--prefill", "1", "--decode", "2", "--faults", "3", "--seed", "5")
+
+
+@pytest.mark.full
+def test_forty_faults_on_fake_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--engine", "fake", "--prefill", "2", "--decode", "2", "--faults", "40", "--requests", "300")
+    check(tmp_path, capsys, *args)
+
+
+@pytest.mark.full
+@pytest.mark.vllm
+def test_forty_faults_and_300_requests_on_real_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The promise: 0 wrong, 0 hung, 0 failed but those whose only decode engine was down."""
+    check(tmp_path, capsys, "--engine", "vllm", "--faults", "40", "--requests", "300")
