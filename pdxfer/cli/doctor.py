@@ -1,10 +1,14 @@
-"""`pdxfer doctor`: runs all checks and says what to do. Exit 1 if something keeps the configuration from running."""
+"""`pdxfer doctor`: runs all checks and says what to do. Exit 1 if something keeps the configuration from running.
+
+With `--live` it asks the controller about the cluster that runs, and nothing about this host.
+"""
 
 import os
 from typing import Annotated
 
 import typer
 
+from pdxfer.cli.cluster import TokenFile, Url, connect
 from pdxfer.cli.options import AsJson, ConfigFiles, Sets, load_settings, new_app, print_json
 
 app = new_app()
@@ -16,12 +20,25 @@ def doctor(
     config: ConfigFiles = None,
     set_: Sets = None,
     model: Annotated[str, typer.Option(help="Model directory or demo.", show_default=False)] = "",
+    live: Annotated[bool, typer.Option("--live", help="Check the cluster that runs, for faults and leaks.")] = False,
+    settle: Annotated[float, typer.Option(help="--live: seconds in which it may become clean.", min=0.0)] = 5.0,
+    url: Url = "",
+    token_file: TokenFile = "",
     as_json: AsJson = False,
 ) -> None:
     """Find out what would keep pdxfer from running here, and what to do. Exit 1 if something does.
 
+    With --live: is the running cluster whole, and has it lost blocks, credits or leases? Exit 0 clean, 1 not, 3 no
+    controller.
+
     Example: pdxfer doctor --config cpu-1p1d
     """
+    if live:
+        from pdxfer.cli.doctor_live import examine, show
+
+        report = examine(connect(url, token_file, config, set_), settle)
+        show(report, as_json)
+        raise typer.Exit(0 if report.clean else 1)
     from pdxfer.cli.checks.all import run_checks
     from pdxfer.launcher.machine import this_machine
 
