@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +150,14 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(RuntimeError, match="broken.c"):
         build.build(tmp_path / "x.so")
     assert not (tmp_path / "x.so").exists()
+
+
+def test_an_array_lives_as_long_as_its_pointer() -> None:
+    """A temporary of the call must not be another thread's memory before C has read it."""
+    array = np.arange(8)
+    lives, address = weakref.ref(array), native.pointer(array)
+    assert address.value == array.ctypes.data
+    del array
+    assert lives() is not None
+    del address
+    assert lives() is None

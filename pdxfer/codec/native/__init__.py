@@ -67,7 +67,7 @@ def function(name: str, result: Any, arguments: Sequence[Any]) -> Callable[..., 
     return found.function(name, result, arguments) if found else None
 
 
-def pointer(array: npt.NDArray[Any]) -> int:
-    """Address of a C-contiguous array for a POINTER argument; the caller keeps the array alive through the call."""
+def pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
+    """A C-contiguous array as a POINTER argument; keeps it alive, so that it may be a temporary of the call."""
     assert array.flags.c_contiguous, "arrays for C are contiguous"
-    return int(array.ctypes.data)
+    return array.ctypes.data_as(ctypes.c_void_p)
