@@ -1,7 +1,9 @@
 """Moves one value at a time between memory and storage by a NIXL plug-in: register, post, look until done, let go.
 
-Used by nixl_payload.py in a tier's one worker thread. Whatever goes wrong is an OSError, and the agent is destroyed
-before it is raised: from then on NIXL neither reads nor writes the caller's memory. The next move makes a new agent.
+Used by nixl_payload.py in a tier's one worker thread; whatever goes wrong is an OSError. A transfer is waited for until
+it ends, however long, as a hanging read(2) would be: until then NIXL may touch the memory, and ending its agent holds
+the interpreter's lock until the transfer has ended (measured: 58 s with a frozen S3 server). Callers keep to their
+deadlines in disk_local.py, which gives the memory back when the thread has ended.
 """
 
 import errno
@@ -15,14 +17,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ConfigError
 from pdxfer.transport.nixl_agent import load_nixl
 
 Operation = Literal["WRITE", "READ"]
 LOOKS_AT_ONCE = 64
 """Looks without a pause: most transfers of files are done by then."""
-PAUSE_S = 50e-6
+PAUSE_S, MAX_PAUSE_S = 50e-6, 5e-3
 Descriptor = tuple[int, int, int, str]
 """Address, length, device, name: as NIXL registers it."""
 
@@ -102,20 +103,15 @@ class Mover:
         self,
         plugin: Plugin,
         staging: Staging,
-        timeout_s: float,
         *,
         new_agent: Callable[[Plugin], StorageAgent] | None = None,
-        now: Callable[[], float] = SYSTEM_CLOCK.now,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._plugin = plugin
         self._staging = staging
-        self._timeout_s = timeout_s
         self._new_agent = new_agent or create_agent
-        self._now = now
         self._pause = pause
         self._agent: StorageAgent | None = None
-        self._handle: Any = None
 
     def __repr__(self) -> str:
         return f"<Mover {self._plugin.name} {'closed' if self._agent is None else self._agent.name}>"
@@ -133,39 +129,29 @@ class Mover:
             ) from error
 
     def move(self, operation: Operation, view: memoryview, target: Descriptor) -> None:
-        """All of `view` to or from `target`, whose length is the view's. OSError if it is not done in time."""
-        deadline = self._now() + self._timeout_s
-        done = False
+        """All of `view` to or from `target`, whose length is the view's."""
         try:
             self.open()
-            self._move(operation, view, target, deadline)
-            done = True
+            self._move(operation, view, target)
         except nixl_errors() as error:
+            self.close()
             raise OSError(
                 errno.EIO, f"NIXL {self._plugin.name} {operation}: {type(error).__name__} {error}", target[3]
             ) from error
         except ConfigError as error:
             raise OSError(errno.EIO, str(error)) from error
         finally:
-            if not done:
-                self.close()
+            self._staging.end()
 
     def close(self) -> None:
-        """The end of the agent: what runs is cancelled or waited for. Idempotent."""
+        """The end of the agent; nothing is running. Idempotent."""
         agent, self._agent = self._agent, None
-        handle, self._handle = self._handle, None
-        if agent is not None and handle is not None:
-            try:
-                agent.release_xfer_handle(handle)
-            except nixl_errors():
-                handle._agent, handle._released = None, True  # or it would keep the agent alive
         if agent is not None and hasattr(agent, "agent"):
             agent.agent = None  # the C++ object: a traceback may hold the Python one
-        self._staging.end()
 
-    # -- steps --------------------------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------------------------
 
-    def _move(self, operation: Operation, view: memoryview, target: Descriptor, deadline: float) -> None:
+    def _move(self, operation: Operation, view: memoryview, target: Descriptor) -> None:
         agent, plugin, only = self._agent, self._plugin, [self._plugin.name]
         assert agent is not None and target[1] == len(view), (agent, target, len(view))
         address, device = self._staging.lend(view)
@@ -173,7 +159,7 @@ class Mover:
             self._staging.load(view)
         memory = agent.register_memory([(address, len(view), device, "")], plugin.memory, only)
         storage = agent.register_memory([target], plugin.storage, only)
-        self._handle = agent.initialize_xfer(
+        handle = agent.initialize_xfer(
             operation,
             agent.get_xfer_descs([(address, len(view), device)], plugin.memory),
             agent.get_xfer_descs([target[:3]], plugin.storage),
@@ -181,29 +167,25 @@ class Mover:
             b"",
             only,
         )
-        self._wait(agent, operation, deadline)
-        agent.release_xfer_handle(self._handle)
-        self._handle = None
+        state = self._finish(agent, handle)
+        agent.release_xfer_handle(handle)
         agent.deregister_memory(storage, only)
         agent.deregister_memory(memory, only)
+        if state != "DONE":
+            raise OSError(errno.EIO, f"NIXL {plugin.name} {operation} ended as {state}", target[3])
         if operation == "READ":
             self._staging.store(view)
-        self._staging.end()
 
-    def _wait(self, agent: StorageAgent, operation: Operation, deadline: float) -> None:
-        """Until the transfer is done; looking drives it, too."""
-        state, looks = agent.transfer(self._handle), 0
+    def _finish(self, agent: StorageAgent, handle: Any) -> str:
+        """Post, and look until it has ended (looking drives it, too)."""
+        state, looks, pause_s = agent.transfer(handle), 0, PAUSE_S
         while state == "PROC":
-            if self._now() >= deadline:
-                raise OSError(
-                    errno.ETIMEDOUT,
-                    f"NIXL {self._plugin.name} {operation} not done in {self._timeout_s:g} s (timeout_s of the tier)",
-                )
-            if (looks := looks + 1) > LOOKS_AT_ONCE:
-                self._pause(PAUSE_S)
-            state = agent.check_xfer_state(self._handle)
-        if state != "DONE":
-            raise OSError(errno.EIO, f"NIXL {self._plugin.name} {operation} ended as {state}")
+            looks += 1
+            if looks > LOOKS_AT_ONCE:
+                self._pause(pause_s)
+                pause_s = min(1.1 * pause_s, MAX_PAUSE_S)
+            state = agent.check_xfer_state(handle)
+        return state
 
 
 def create_agent(plugin: Plugin) -> StorageAgent:

@@ -11,7 +11,7 @@ from pdxfer.store.remote.nixl_mover import Plugin
 from pdxfer.store.remote.url import RemoteUrl, parse_url
 
 _PLUGINS = {"nixl-posix": "POSIX", "nixl-gds": "GDS", "nixl-gds-mt": "GDS_MT", "nixl-obj": "OBJ"}
-_COMMON = ("durable", "buffers_mib", "timeout_s")
+_COMMON = ("durable", "buffers_mib")
 _FILE = (*_COMMON, "direct")
 _GPU = (*_FILE, "device")
 _OBJECT = (*_COMMON, "index", "endpoint", "region", "access_key_id", "secret_access_key", "session_token")
@@ -30,8 +30,6 @@ class NixlOptions:
     capacity_bytes: int
     buffer_bytes: int
     """Of values in flight."""
-    timeout_s: float
-    """Longest a transfer may take; the caller's own deadline is kept besides."""
     durable: bool
     """fdatasync before a put returns."""
     direct: bool
@@ -61,7 +59,6 @@ def read_nixl_options(config: TierConfig) -> NixlOptions:
         directory=_absolute(url.text("index"), url, "index=/DIR") if objects else _directory(url),
         capacity_bytes=capacity_of(config),
         buffer_bytes=int(url.number("buffers_mib", 128, least=1)) * MIB,
-        timeout_s=url.number("timeout_s", 30, least=0.001),
         durable=url.flag("durable"),
         direct=not objects and url.flag("direct", default=gpu),
         device=int(url.number("device", 0)),

@@ -3,7 +3,7 @@
     DIR/pdxfer.format  version;  DIR/pdxfer.lock  flock of the one process;  DIR/KEY-GENERATION  header page, payload
     (nixl-obj: header page only, the payload is the object PREFIX + KEY-GENERATION);  *.tmp  being written
 
-A put writes header and payload under the temporary name and renames. POSIX is tested for real; GDS, GDS_MT and OBJ
+A put writes header and payload under the temporary name and renames. POSIX and OBJ are tested for real; GDS and GDS_MT
 against a fake agent only: UNTESTED ON HARDWARE.
 """
 
@@ -50,7 +50,7 @@ class NixlStorageTier(LocalTier):
         options = read_nixl_options(config)
         if staging is None:
             staging = GpuStaging(options.device) if options.plugin.memory == "VRAM" else InPlace()
-        mover = Mover(options.plugin, staging, options.timeout_s, new_agent=new_agent)
+        mover = Mover(options.plugin, staging, new_agent=new_agent)
         super().__init__(
             options.kind,
             NixlMedium(options, mover),
