@@ -536,6 +536,15 @@ def test_a_stopping_router_answers_busy_and_lets_transfers_end() -> None:
     assert len(world.state.leases) == 0
 
 
+def test_a_stopping_router_still_sends_requests_to_decode_alone() -> None:
+    """A restart of the router costs no request: they are only not paired."""
+    world = one_pair()
+    world.act(world.state.handle(Stop(), world.now))
+    world.ask("new")
+    answer = world.answer("new")
+    assert isinstance(answer, Local) and answer.decode.engine_id == "d0" and "shutting down" in answer.reason
+
+
 # ---- transfers -------------------------------------------------------------------------------------------------------
 
 

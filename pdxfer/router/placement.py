@@ -13,6 +13,7 @@ from pdxfer.wire.messages import Busy, EngineRef, Local, Pair, Pairing
 
 _RETRY_MIN_S = 1.0
 _RETRY_MAX_S = 30.0
+_STOPPING = "the router is shutting down"
 
 
 class Placement:
@@ -43,10 +44,10 @@ class Placement:
         waiting = Waiting(proxy=route, pair=pair, since=now, deadline=now + wait_s)
         if waiting.key in self.queue:
             self._out.count("refused", "duplicate")
-        elif self.is_stopping:
-            self._busy(waiting, now, "the router is shutting down")
         elif self._try_place(waiting, now):
             self.queue.note_overtaken()
+        elif self.is_stopping:
+            self._busy(waiting, now, _STOPPING)
         elif (largest := self._too_small(pair)) is not None:
             self._local(waiting, largest, now, "larger than any decode engine")
         else:
@@ -63,11 +64,12 @@ class Placement:
             self._busy(waiting, now, self._why_waiting(waiting.pair))
 
     def stop(self, now: float) -> None:
-        """Answer everybody; nobody is paired from now on."""
+        """Answer everybody. Nobody is paired from now on: decode engines serve alone until another router is there."""
         self.is_stopping = True
         for waiting in self.queue:
             self.queue.remove(waiting)
-            self._busy(waiting, now, "the router is shutting down")
+            if not self._try_place(waiting, now):
+                self._busy(waiting, now, _STOPPING)
 
     def forget_proxy(self, route: bytes) -> None:
         """Nobody is there to be answered."""
@@ -103,6 +105,8 @@ class Placement:
 
     def _wants_prefill(self, pair: Pair, pairs: Pairs) -> tuple[bool, str]:
         """Whether to pair the request, else why not."""
+        if self.is_stopping:
+            return False, _STOPPING
         if pair.local_only:
             return False, "asked for a decode engine alone"
         if pair.num_tokens < self._settings.min_remote_tokens:
