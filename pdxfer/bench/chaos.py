@@ -38,6 +38,8 @@ class Pace:
     """Until the cluster is up."""
     recover_s: float
     """Until it is whole after a fault: the launcher waits up to 36 s before it starts a process that died often."""
+    num_at_once: int
+    """References asked for at once; real engines compute them one by one, so that each is alone in its batch."""
     sets: tuple[str, ...]
 
 
@@ -45,11 +47,11 @@ _PROXY_MARGIN_S = 5.0
 _IDLE_S = 30.0
 _PACES = {
     "fake": Pace(
-        rate=5.0, max_chars=10_000, deadline_s=35.0, start_s=60.0, recover_s=90.0,
+        rate=5.0, max_chars=10_000, deadline_s=35.0, start_s=60.0, recover_s=90.0, num_at_once=8,
         sets=("model.path=fake", "router.min_remote_tokens=16"),
     ),
     "vllm": Pace(
-        rate=0.5, max_chars=5_000, deadline_s=125.0, start_s=400.0, recover_s=400.0,
+        rate=0.5, max_chars=5_000, deadline_s=125.0, start_s=400.0, recover_s=400.0, num_at_once=1,
         sets=("model.dtype=float32", "router.min_remote_tokens=16"),
     ),
 }  # fmt: skip
@@ -139,7 +141,7 @@ class Chaos:
 
     async def run(self, report: Report) -> None:
         """References, faults under load, verdicts."""
-        references = {question.prompt: await self._reference(question) for question in self._pool}
+        references = await self._references()
         load = Load(self._send, self._pool, self._options.rate)
         happened = []
         try:
@@ -182,14 +184,22 @@ class Chaos:
             cache_salt=f"chaos-{number}",
         )  # fmt: skip
 
-    async def _reference(self, question: Question) -> Reference:
-        """One engine alone. Raises BenchError if it does not answer."""
-        return Reference.of(await self._ask_alone(question, logprobs=2))
+    async def _references(self) -> dict[str, Reference]:
+        """What one engine alone says to each prompt. Raises BenchError if it does not answer."""
+        free = asyncio.Semaphore(self._pace.num_at_once)
+
+        async def one(question: Question) -> Reference:
+            async with free:
+                return Reference.of(await self._ask_alone(question, logprobs=2))
+
+        answers = await asyncio.gather(*map(one, self._pool))
+        return {question.prompt: answer for question, answer in zip(self._pool, answers, strict=True)}
 
     async def _rest_alone(self, question: Question, begun: str) -> str:
         """What one engine alone says after `begun`."""
         body = {"model": SERVED_NAME, "prompt": begun, "add_special_tokens": False}
-        async with self._session.post(self._cluster.url("d0") + "/tokenize", json=body) as response:
+        url = self._cluster.url("d0") + "/tokenize"
+        async with asyncio.timeout(self._pace.deadline_s), self._session.post(url, json=body) as response:
             num_begun = int((await response.json())["count"])
         if num_begun >= question.num_tokens:
             return ""
