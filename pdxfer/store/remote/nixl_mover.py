@@ -136,7 +136,7 @@ class Mover:
         except nixl_errors() as error:
             self.close()
             raise OSError(
-                errno.EIO, f"NIXL {self._plugin.name} {operation}: {type(error).__name__} {error}", target[3]
+                errno.EIO, f"NIXL {self._plugin.name} {operation}: {type(error).__name__} {error}", target[3] or None
             ) from error
         except ConfigError as error:
             raise OSError(errno.EIO, str(error)) from error
@@ -172,7 +172,7 @@ class Mover:
         agent.deregister_memory(storage, only)
         agent.deregister_memory(memory, only)
         if state != "DONE":
-            raise OSError(errno.EIO, f"NIXL {plugin.name} {operation} ended as {state}", target[3])
+            raise OSError(errno.EIO, f"NIXL {plugin.name} {operation} ended as {state}", target[3] or None)
         if operation == "READ":
             self._staging.store(view)
 
