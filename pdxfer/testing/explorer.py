@@ -43,6 +43,7 @@ class Cluster:
     """Two prefill engines, two decode engines, a proxy and a router, all joined."""
 
     def __init__(self, seed: int, trace: Callable[[str], None] | None, grants_name_generation: bool) -> None:
+        self._seed = seed
         self.world = world = World(seed, trace, grants_name_generation)
         prefills = [SimPrefill(world, name) for name in ("p0", "p1")]
         decodes = [SimDecode(world, name) for name in ("d0", "d1")]
@@ -87,7 +88,7 @@ class Cluster:
             world.step()
         self._check()
         return Outcome(
-            seed=0,
+            seed=self._seed,
             problems=tuple(world.problems),
             ends=Counter(end for asked in self.proxy.asked.values() for end in asked.ends),
             faults=world.plan.counts,
@@ -137,11 +138,7 @@ class Cluster:
 def run(seed: int, trace: Callable[[str], None] | None = None, *, grants_name_generation: bool = True) -> Outcome:
     """One schedule; the same seed gives the same one. `grants_name_generation`: a writer drops a Grant that was given
     before its channel was last made; without it a Grant that is overtaken by a fence fills blocks of others."""
-    outcome = Cluster(seed, trace, grants_name_generation).run()
-    return Outcome(
-        seed=seed, problems=outcome.problems, ends=outcome.ends, faults=outcome.faults, num_events=outcome.num_events,
-        num_delivered=outcome.num_delivered,
-    )  # fmt: skip
+    return Cluster(seed, trace, grants_name_generation).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
