@@ -95,10 +95,16 @@ class Pair:
         self.receiver = Receiver(0, self.decode.region, self._fact, SYSTEM_CLOCK, 0.2, lambda: [P0])
         self.receiver.start([])
         self.channel = MemoryChannel(self.prefill.region, self.decode.region, self.receiver)
+        self.opened: Callable[[], None] = lambda: None
         self.sender = Sender(LAYERS, 2, self._lane, self._settled)
 
     def _lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
-        return Lane(engine_id, self.prefill.region, lambda: self.channel, report, lambda c, r: None, self.digest_every)
+        def channel() -> MemoryChannel:
+            channel = self.channel
+            self.opened()
+            return channel
+
+        return Lane(engine_id, self.prefill.region, channel, report, lambda c, r: None, self.digest_every)
 
     def _fact(self, fact: ToScheduler) -> None:
         with self.changed:
@@ -310,6 +316,20 @@ def test_a_restarted_decode_does_not_get_its_predecessors_blocks(pair: Pair) -> 
     pair.wait(lambda: pair.settled)
     assert pair.settled[0][1] is False and "restarted" in pair.settled[0][2]
     assert pair.channel.num_units == 0
+
+
+def test_a_grant_is_served_over_the_channel_it_came_by(pair: Pair) -> None:
+    """Lost before the first unit, and open again: decode was told, fenced, and may use the blocks for somebody else."""
+    opened = threading.Event()
+    pair.opened = opened.set
+    pair.grant(TARGET)
+    assert opened.wait(5.0)
+    lost, pair.channel = pair.channel, MemoryChannel(pair.prefill.region, pair.decode.region, pair.receiver)
+    lost.fail_after = 0
+    run_step(pair, (plan(0, SOURCE),))
+    pair.wait(lambda: pair.settled)
+    assert pair.settled[0][1] is False
+    assert lost.num_units == pair.channel.num_units == 0
 
 
 class OneConnection:

@@ -19,7 +19,7 @@ app = new_app()
 ModelDir = Annotated[Path, typer.Option("--model", help="Directory of the model, as engines are given it.")]
 
 
-@app.callback()
+@app.callback(epilog="Example: pdxfer codec list")
 def codec() -> None:
     """Codecs of stored and sent KV."""
 

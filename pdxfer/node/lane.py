@@ -99,6 +99,7 @@ class Lane:
         self._jobs: dict[tuple[str, int, int, int], Job] = {}
         """By (transfer, epoch, first block, layer after the last), in the order they will be written."""
         self._controls: list[Drained] = []
+        self._granted: list[tuple[str, int]] = []
         self._dropping: list[tuple[str, int]] = []
         self._in_flight: dict[tuple[str, int], int] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
@@ -121,6 +122,13 @@ class Lane:
                 layers = waiting.area.num_layers + area.num_layers
                 job.area = area = Area(area.first_block, area.block_ids, first_layer, layers)
             self._jobs[job.transfer_id, job.epoch, area.first_block, area.first_layer + area.num_layers] = job
+            self._changed.notify()
+
+    def begin(self, transfer_id: str, epoch: int) -> None:
+        """A grant has come: its units belong to the channel that is open now, not to one that replaces it later, when
+        decode may have given the blocks to somebody else."""
+        with self._changed:
+            self._granted.append((transfer_id, epoch))
             self._changed.notify()
 
     def drop(self, transfer_id: str, epoch: int, farewell: Drained) -> None:
@@ -151,7 +159,7 @@ class Lane:
         unpin_current_thread()
         while True:
             with self._changed:
-                while not (self._stop or self._jobs or self._controls or self._dropping or self._in_flight):
+                while not (self._stop or self._has_work()):
                     self._changed.wait(IDLE_CHECK_S)
                 if self._stop:
                     return
@@ -163,6 +171,9 @@ class Lane:
                 log.exception("lane to %s failed: please report this", self.engine_id)
                 self._fail_all(f"bug in the sender: {error}")
 
+    def _has_work(self) -> bool:
+        return bool(self._granted or self._jobs or self._controls or self._dropping or self._in_flight)
+
     def _take(self) -> Job | None:
         if not self._jobs or sum(self._in_flight.values()) >= MAX_IN_FLIGHT:
             return None
@@ -170,12 +181,21 @@ class Lane:
 
     def _advance(self, job: Job | None) -> None:
         """One round: write a job if there is one, collect completions, then controls and drops when due."""
+        self._bind()
         if job is not None:
             self._guard((job.transfer_id, job.epoch), lambda: self._write(job))
         if self._in_flight:
             self._collect(0.0 if self._jobs and sum(self._in_flight.values()) < MAX_IN_FLIGHT else POLL_S)
         self._send_controls()
         self._finish_drops()
+
+    def _bind(self) -> None:
+        with self._changed:
+            granted, self._granted = self._granted, []
+        for key in granted:
+            channel = self._open_channel()
+            if channel is not None:
+                self._channels.setdefault(key, channel)
 
     def _guard(self, key: tuple[str, int], action: Callable[[], None]) -> None:
         """Run one action for a transfer; a dead channel or an impossible unit fails what depends on it."""

@@ -212,6 +212,7 @@ class Sender:
         if transfer.grant is not None or transfer.ending:
             return
         transfer.grant = grant
+        self._lane(grant.decode_id).begin(grant.transfer_id, grant.epoch)
         if transfer.total_blocks and not self._same_prompt(transfer):
             return
         waiting, transfer.waiting = transfer.waiting, []
