@@ -58,7 +58,9 @@ class Proxy:
         self._pairer = self._make_pairer(self._on_notice)
         self._http = EngineHttp(settings.connect_timeout_s)
         self._tracer = self._make_tracer()
-        self._admission = Admission(settings.max_in_flight, self.metrics)
+        self._admission = Admission(
+            settings.max_in_flight, self.metrics, num_tenants=len(set(settings.api_keys.values()))
+        )
         self._readiness = Readiness(self._pairer, self._http, self._clock)
         self._engines = Engines(
             http=self._http,

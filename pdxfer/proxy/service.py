@@ -123,7 +123,11 @@ class Service:
         elif "Content-Type" in request.headers:
             headers["Content-Type"] = request.headers["Content-Type"]
         exchange = Exchange(request, entry, headers, loop.time() + self._settings.request_timeout_s)
-        with self._reported(entry, headers), accounted(entry, self._metrics, self._clock), self._admission.enter():
+        with (
+            self._reported(entry, headers),
+            accounted(entry, self._metrics, self._clock),
+            self._admission.enter(entry.tenant),
+        ):
             self._ring.open(entry)
             try:
                 response = await serve(exchange)

@@ -36,6 +36,7 @@ class MemberSettings:
     security: ClientSecurity | None
     halves_path: str
     prefill_tokens_per_s: float = float("inf")
+    heartbeat_s: float = 0.5
     step_tokens: int = 512
     """Prompt tokens computed, and made ready to send, in one step."""
 
@@ -127,6 +128,7 @@ class FakeLink:
                 beat=self._beat,
                 on_message=lambda message: self._to_loop(self._take_message, message),
                 on_link=lambda up: log.info("router %s %s", self._settings.router, "reached" if up else "lost"),
+                heartbeat_s=self._settings.heartbeat_s,
             )
 
     def _hello(self) -> list[Message]:

@@ -103,6 +103,7 @@ def join(options: argparse.Namespace, url: str) -> FakeMember:
         security=security,
         halves_path=halves_path,
         prefill_tokens_per_s=options.prefill_tokens_per_s,
+        heartbeat_s=options.heartbeat_s,
     )
     return FakeMember(settings, cache, make_node)
 
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--channels", default="tcp", help="kinds of channel, in order, by commas")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=5000.0)
     parser.add_argument("--inter-token-ms", type=float, default=20.0)
+    parser.add_argument("--heartbeat-s", type=float, default=0.5)
     parser.add_argument("--num-blocks", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=16384)
