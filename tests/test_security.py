@@ -14,9 +14,11 @@ from router_kit import SmallEngine, make_hello, make_worker_hello, wait_until
 import pdxfer
 from pdxfer.config.load import load
 from pdxfer.config.show import rows
+from pdxfer.controller.settings import ControllerSettings
 from pdxfer.core.errors import ConfigError
 from pdxfer.core.logs import setup_logging
 from pdxfer.proxy.engine_http import refused
+from pdxfer.proxy.settings import ProxySettings
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.wire.keys import ClientSecurity, load_client_security, load_server_security, new_keys
 from pdxfer.wire.messages import Peers
@@ -81,6 +83,20 @@ def test_nothing_in_the_package_runs_data_as_code() -> None:
 def test_the_check_sees_what_it_should(text: str) -> None:
     assert forbidden(ast.parse(text))
     assert not forbidden(ast.parse("yaml.safe_load(f)\nmodel.eval()\nrun(x, shell=False)\nre.compile('x')"))
+
+
+# ---- closed by default -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "some-host"])
+def test_a_bind_beyond_loopback_without_a_lock_is_refused(host: str) -> None:
+    """Each door says which setting is missing."""
+    with pytest.raises(ConfigError, match="api_keys"):
+        ProxySettings(host=host)
+    with pytest.raises(ConfigError, match="token"):
+        ControllerSettings(host=host)
+    with pytest.raises(ConfigError, match="keys"):
+        RouterServer(RouterSettings(bind=f"tcp://{'[::]' if host == '::' else host}:0")).start()
 
 
 # ---- secrets stay where they are -------------------------------------------------------------------------------------
