@@ -57,6 +57,7 @@ class RemoteTier:
         self._pool = BufferPool(int(self.url.number("buffer_mib", 256, least=1)) << 20)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._writing: dict[bytes, asyncio.Future[bool]] = {}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url.shown} {list(self.servers())} {self._pool}>"
@@ -228,18 +229,35 @@ class RemoteTier:
         return await asyncio.gather(*(one(server, part) for server, part in shares.items()))
 
     async def _write(self, key: bytes, parts: Sequence[Buffer], num_bytes: int, deadline: float) -> Outcome:
-        server, end = self.place(key), self._end(deadline)
+        """One writer of a key at a time; the others hear what became of it."""
+        end = self._end(deadline)
+        while (other := self._writing.get(key)) is not None:
+            await asyncio.wait([other], timeout=max(0.0, end - self._clock.now()))
+            if not other.done():
+                return self._counters.put_ended(Outcome.LATE)
+            if other.result():
+                return self._counters.put_ended(Outcome.ALREADY)
+        stored = self._writing[key] = asyncio.get_running_loop().create_future()
+        outcome = Outcome.FAILED
+        try:
+            outcome = await self._send(key, parts, num_bytes, end)
+        finally:
+            del self._writing[key]
+            stored.set_result(outcome in (Outcome.STORED, Outcome.ALREADY))
+        return self._counters.put_ended(outcome)
+
+    async def _send(self, key: bytes, parts: Sequence[Buffer], num_bytes: int, end: float) -> Outcome:
+        server = self.place(key)
         if self._closed or server is None:
             return Outcome.FAILED
         try:
-            outcome = await server.run(
+            return await server.run(
                 lambda session: session.write(key, parts, num_bytes, end), end, borrows=not self.overruns
             )
         except ServerError as error:
             log.debug("%s: put of %s: %s", server.name, key.hex()[:12], error)
             late = error.reason in (Reason.TIMEOUT, Reason.BUSY)
-            outcome = Outcome.LATE if late else Outcome.FULL if error.reason is Reason.FULL else Outcome.FAILED
-        return self._counters.put_ended(outcome)
+            return Outcome.LATE if late else Outcome.FULL if error.reason is Reason.FULL else Outcome.FAILED
 
     async def _get(self, key: bytes, deadline: float) -> PooledBuffer | None:
         server, end = self.place(key), self._end(deadline)
