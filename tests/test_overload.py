@@ -211,7 +211,7 @@ async def small(*, max_in_flight: int, max_queue: int) -> AsyncIterator[Small]:
     router.start()
     settings = ProxySettings(
         port=0, router=router.endpoint, drain_timeout_s=0.2, pair_timeout_s=10.0, api_keys=KEYS,
-        max_in_flight=max_in_flight,
+        max_in_flight=max_in_flight, transfer_timeout_s=4.0,
     )  # fmt: skip
     proxy = Proxy(
         settings,
@@ -224,7 +224,7 @@ async def small(*, max_in_flight: int, max_queue: int) -> AsyncIterator[Small]:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=30)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-        flags = {"heartbeat-s": 0.02, "num-blocks": BLOCKS, "max-model-len": PROMPT_TOKENS * 3}
+        flags = {"heartbeat-s": 0.1, "num-blocks": BLOCKS, "max-model-len": PROMPT_TOKENS * 3}
         engines = [
             await stack.enter_async_context(running_engine(role, name, router.endpoint, **flags))
             for name, role in (("p0", "prefill"), ("d0", "decode"))
@@ -308,14 +308,15 @@ async def test_at_five_times_its_capacity_it_serves_as_much_as_ever(
         print(f"goodput at 5x: {goodput / best:.2f} of peak; {dict(s.seen)}; grown {grown_kib} KiB")
         assert s.seen.keys() == {200, refusal} and s.seen[refusal] > s.seen[200]
         assert s.refused_without_retry_after == 0
-        assert goodput >= 0.9 * best
+        assert goodput >= (0.9 if IS_FULL else 0.8) * best  # a short window is uncertain by a tenth
         assert s.peak_in_flight <= max_in_flight and s.peak_queued <= max_queue
         assert grown_kib < 16 << 10
 
 
 @pytest.mark.slow
-async def test_a_tenant_that_floods_does_not_starve_another() -> None:
-    """Each of the quiet tenant's requests is served, sooner than half of the flood."""
+async def test_a_flood_starves_neither_another_tenant_nor_a_big_request() -> None:
+    """Each of the quiet tenant's requests is served, sooner than half of the flood; so is one that needs most of
+    decode's blocks, while small ones keep coming."""
     async with small(max_in_flight=30, max_queue=64) as s:
         stop = False
         flood_s: list[float] = []
@@ -333,11 +334,14 @@ async def test_a_tenant_that_floods_does_not_starve_another() -> None:
         flood = [asyncio.create_task(flooder(number)) for number in range(40)]
         try:
             await until(lambda: s.seen[429])
+            big = asyncio.create_task(s.ask(77, "quiet", PROMPT_TOKENS * 3 - 20))
             quiet_s = []
             for number in range(5000, 5000 + (40 if IS_FULL else 6)):
                 status, seconds = await s.ask(number, "quiet")
                 assert status == 200
                 quiet_s.append(seconds)
+            async with asyncio.timeout(20.0):
+                assert (await big)[0] == 200
         finally:
             stop = True
             await asyncio.gather(*flood)
