@@ -157,7 +157,10 @@ class Chaos:
         judged = [(got, await judge.verdict(got)) for got in requests]
         for got, verdict in judged:
             if verdict is not Verdict.right:
-                print(f"{verdict}: {got.failure or got.text!r}", file=sys.stderr)
+                faults = ", ".join(
+                    f"{h.fault.kind} {h.fault.target}" for h in happened if h.touches(got.began, got.ended)
+                )
+                print(f"{verdict}: {got.failure or repr(got.text)} (met: {faults})", file=sys.stderr)
         for row in rows(judged, happened):
             report.add(**row)
         report.summary = summary(judged, happened)

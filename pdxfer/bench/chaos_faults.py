@@ -57,6 +57,10 @@ class Happened:
         """From the end of the fault to the whole cluster."""
         return self.whole - self.ended
 
+    def touches(self, began: float, ended: float) -> bool:
+        """Whether the cluster was hurt, or not whole again, at any time between these two."""
+        return began <= self.whole and self.began <= ended
+
 
 def plan_faults(targets: Sequence[str], count: int, seed: int) -> Iterator[Fault]:
     """`count` faults. Every kind meets every target before any pair comes again."""

@@ -73,7 +73,7 @@ class Judge:
         """How it ended; what it was told before a failure must be right too."""
         if got.is_hung:
             return Verdict.hung
-        lost = [h for h in self._lost if h.began <= got.ended and got.began <= h.whole]
+        lost = [h for h in self._lost if h.touches(got.began, got.ended)]
         is_whole = not got.failure
         if not self._references[got.question.prompt].agrees(got.text, is_whole=is_whole):
             if not (got.is_stream and lost and await self._is_continued(got, is_whole)):

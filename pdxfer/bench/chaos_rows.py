@@ -53,5 +53,5 @@ def _name(happened: Happened) -> str:
 
 
 def _met(got: Got, happened: Sequence[Happened]) -> str:
-    met = [_name(h) for h in happened if got.began <= h.whole and h.began <= got.ended]
+    met = [_name(h) for h in happened if h.touches(got.began, got.ended)]
     return met[-1] if met else _QUIET
