@@ -594,6 +594,26 @@ def test_a_decode_leg_that_the_store_does_not_know_is_transferred_all_the_same()
     assert engine.member.of(Expect)[0].block_ids == [1, 2, 3, 4, 5, 6] and not engine.member.of(Load)
 
 
+def test_a_lost_router_leaves_nobody_waiting_for_its_word() -> None:
+    """A Started that died with the router: computed at once. A Grant: taken back after a while, and then computed."""
+    from pdxfer.wire.halves import Revoke
+
+    engine, waiting, granted = Engine(), prompt(96, "w"), prompt(100, "g")
+    engine.store.grid.identities.clear()
+    engine.receives.begin(waiting, "t-w", 60.0 + engine.clock.now())  # type: ignore[arg-type]
+    assert engine.ask(waiting) == (None, False)
+    paired(engine, granted)
+    assert engine.ask(granted) == (100, True)
+    engine.allocate(granted, [1, 2, 3, 4, 5, 6, 7], 100)
+    engine.receives.router_lost(engine.clock.now())
+    assert engine.ask(waiting) == (0, False)
+    engine.receives.check_deadlines(engine.clock.now())
+    assert not engine.member.of(Revoke), "it may be under way"
+    engine.clock.advance(10.0)
+    engine.receives.check_deadlines(engine.clock.now())
+    assert [revoke.transfer_id for revoke in engine.member.of(Revoke)] == ["t"]
+
+
 def test_after_a_reset_nothing_that_was_stored_is_found() -> None:
     """Weights changed under the engine: running requests save nothing more, new ones have other keys."""
     engine, request = Engine(), prompt(96)

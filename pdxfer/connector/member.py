@@ -36,12 +36,17 @@ class EngineFacts:
     """Prefix hits may be sent before their step: True where no step overlaps another (no async scheduling)."""
 
 
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """The router answers no more: what it had not relayed yet may never come."""
+
+
 class Member:
     """One engine as the router sees it."""
 
     def __init__(self, settings: ConnectorSettings, facts: EngineFacts, clock: Clock) -> None:
         self._settings, self._facts, self._clock = settings, facts, clock
-        self.inbox: queue.SimpleQueue[FromRouter | ToScheduler] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[FromRouter | ToScheduler | RouterLost] = queue.SimpleQueue()
         """Messages for the hooks, in the order they came."""
         self.incarnation = new_incarnation()
         self.free_blocks = facts.num_blocks
@@ -143,3 +148,5 @@ class Member:
     def _on_link(self, up: bool) -> None:
         level = logging.INFO if up else logging.WARNING
         log.log(level, "router %s %s", self._settings.router, "reached" if up else "lost; running transfers go on")
+        if not up:
+            self.inbox.put(RouterLost())

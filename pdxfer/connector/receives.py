@@ -20,6 +20,8 @@ from pdxfer.wire.store_facts import Loaded
 
 log = logging.getLogger(__name__)
 
+ROUTER_LOST_S = 10.0
+"""A granted transfer may take this long after the router was lost: its Grant may be lost too, or it is under way."""
 LOAD_GRACE_S = 1.0
 """Ranks end a load by its timeout; the scheduler half waits this much longer for them to say so."""
 
@@ -223,6 +225,13 @@ class Receives:
             if receive.give_up("request over"):
                 self._revoke(receive, "request over")
         return True
+
+    def router_lost(self, now: float) -> None:
+        """A Started or a Grant may be lost with it. Whoever waits for the one computes; a granted transfer, which may
+        have begun, gets ROUTER_LOST_S."""
+        for receive in self._by_request.values():
+            is_granted = receive.state is ReceiveState.GRANTED
+            receive.deadline = min(receive.deadline, now + (ROUTER_LOST_S if is_granted else 0.0))
 
     def check_deadlines(self, now: float) -> None:
         """Grants that were not filled in time."""

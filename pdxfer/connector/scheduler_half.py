@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import NoneType
 
 from pdxfer.connector.compat import BlockPool, KVCacheBlocks, KVConnectorOutput, Request, SchedulerOutput
-from pdxfer.connector.member import EngineFacts, Member
+from pdxfer.connector.member import EngineFacts, Member, RouterLost
 from pdxfer.connector.receives import Receives
 from pdxfer.connector.references import References
 from pdxfer.connector.requests import transfer_params, unsupported
@@ -194,8 +194,10 @@ class SchedulerHalf:
             self._apply(inbox.get())
         self._member.free_blocks = self._references.free_blocks(self._facts.num_blocks)
 
-    def _apply(self, message: FromRouter | ToScheduler) -> None:
+    def _apply(self, message: FromRouter | ToScheduler | RouterLost) -> None:
         match message:
+            case RouterLost():
+                self._receives.router_lost(self._clock.now())
             case Loaded():
                 self._receives.rank_loaded(message)
             case Found() | Saved() | Held() | StoreCounts():
