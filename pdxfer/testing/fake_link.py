@@ -58,6 +58,8 @@ class FakeLink:
         self._fingerprint: dict[str, str] = {}
         self._router: MemberClient | None = None
         self._is_closed = False
+        self.num_losses = 0
+        """How often the router was lost."""
         self._changed = asyncio.Event()
         self._halves = SchedulerEnd(settings.halves_path, 1, lambda fact: self._to_loop(self._take_fact, fact))
         self._halves.broadcast(Welcome(incarnation=self.incarnation))
@@ -109,6 +111,11 @@ class FakeLink:
         self._on_message(message)
         self._changed.set()
 
+    def _take_link(self, up: bool) -> None:
+        log.info("router %s %s", self._settings.router, "reached" if up else "lost")
+        self.num_losses += not up
+        self._changed.set()
+
     def _take_fact(self, fact: ToScheduler) -> None:
         if isinstance(fact, WorkerReady):
             self._fingerprint = fact.fingerprint
@@ -127,7 +134,7 @@ class FakeLink:
                 hello=self._hello,
                 beat=self._beat,
                 on_message=lambda message: self._to_loop(self._take_message, message),
-                on_link=lambda up: log.info("router %s %s", self._settings.router, "reached" if up else "lost"),
+                on_link=lambda up: self._to_loop(self._take_link, up),
                 heartbeat_s=self._settings.heartbeat_s,
             )
 

@@ -16,6 +16,9 @@ from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Outcome, 
 
 log = logging.getLogger(__name__)
 
+ROUTER_LOST_S = 10.0
+"""As connector/receives.py has it."""
+
 
 class FakeReceives:
     """Transfers that come to this engine."""
@@ -48,8 +51,12 @@ class FakeReceives:
         blocks: list[int] = []
         cache = self._compute.cache
         try:
-            if not await self._link.until(lambda: receive.state is not ReceiveState.WAITING, receive.deadline):
-                self._give_up(receive, "prefill did not start before the deadline")
+            losses = self._link.num_losses
+            await self._link.until(
+                lambda: receive.state is not ReceiveState.WAITING or self._link.num_losses > losses, receive.deadline
+            )
+            if receive.state is ReceiveState.WAITING:
+                self._give_up(receive, "prefill did not start before the deadline, or the router was lost")
             blocks = await cache.take(cache.num_needed(len(token_ids)))
             if receive.state is ReceiveState.READY:
                 await self._receive(receive, blocks, token_ids)
@@ -90,8 +97,11 @@ class FakeReceives:
 
     async def _receive(self, receive: Receive, blocks: list[int], token_ids: list[int]) -> None:
         """Grant the blocks and wait until all has landed, or nothing more can land."""
+        losses = self._link.num_losses
         self._grant(receive, blocks, token_ids)
-        if not await self._link.until(lambda: receive.quiet, receive.deadline):
+        await self._link.until(lambda: receive.quiet or self._link.num_losses > losses, receive.deadline)
+        end = min(receive.deadline, SYSTEM_CLOCK.now() + ROUTER_LOST_S)
+        if not await self._link.until(lambda: receive.quiet, end):
             self._give_up(receive, "deadline passed before all units had landed")
             await self._link.until(lambda: receive.quiet)
         if receive.state is ReceiveState.LANDED:
