@@ -137,6 +137,11 @@ async def started(pair: PairUrls) -> bool:
 
 
 async def paired_again(pair: PairUrls, prompts: Prompts) -> bool:
+    """An engine joins the router a moment before its HTTP server listens: both must be back."""
+    try:
+        await metric(pair.prefill, "vllm:num_requests_running")
+    except aiohttp.ClientError:
+        return False
     return (await complete(pair.proxy, prompts.ids(300, 93), 1)).mode == "pair"
 
 
