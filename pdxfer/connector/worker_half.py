@@ -19,7 +19,7 @@ from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.device import DeviceBlocks
 from pdxfer.memory.region import Region
 from pdxfer.node.node import Node, NodeSettings
-from pdxfer.node.sender import Ready
+from pdxfer.node.outgoing import Ready
 from pdxfer.node.store_side import StoreSettings
 from pdxfer.transport.pool import endpoint_factories
 

@@ -16,9 +16,10 @@ from pdxfer.memory.region import Region
 from pdxfer.node.integrity import Integrity
 from pdxfer.node.lane import Lane, Report
 from pdxfer.node.operator import Operator
+from pdxfer.node.outgoing import Ready
 from pdxfer.node.plan import SavePlan, SendPlan
 from pdxfer.node.receiver import Receiver
-from pdxfer.node.sender import Ready, Sender
+from pdxfer.node.sender import Sender
 from pdxfer.node.store_blocks import HostBlocks
 from pdxfer.node.store_side import StoreSettings, StoreSide
 from pdxfer.node.verbs import Cut, Verbs

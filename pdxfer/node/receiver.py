@@ -13,15 +13,14 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pdxfer.core.clock import Clock
 from pdxfer.core.errors import ChannelError
 from pdxfer.kv.runs import Runs, block_runs
 from pdxfer.memory.region import Region
+from pdxfer.node.incoming import Incoming
 from pdxfer.transport.base import Abort, Control, Drained, Endpoint, PeerId, UnitFailed, UnitHeader
 from pdxfer.wire.halves import Expect, Fenced, Landed, ToScheduler
 
@@ -30,54 +29,6 @@ log = logging.getLogger(__name__)
 CLAIM_WAIT_S = 1.0
 """How long an early unit waits for its Expect (the scheduler half sends both; only sockets differ)."""
 MAX_ENDED = 4096
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """One grant of ours."""
-
-    expect: Expect
-    landed: npt.NDArray[np.bool_]
-    """Shape [blocks of the grant, layers]."""
-    claimed_cells: npt.NDArray[np.bool_]
-    """Same shape: claimed once, so no unit is written twice."""
-    peer: PeerId | None = None
-    """Who writes; known with the first claim."""
-    channel: str = ""
-    """Kind of channel it comes over; known with the first claim."""
-    claims: int = 0
-    """Writes under way here (channels whose last hop is ours)."""
-    num_units: int = 0
-    num_bytes: int = 0
-    revoked: str = ""
-    """Why; empty while units are welcome."""
-    drain_by: float = 0.0
-    """After this the peer's channels are fenced."""
-    told: bool = False
-    """Abort has gone out wherever the peer is connected; only then can the grant count as quiet."""
-    pushed: bool = False
-    """The peer has a channel over which it writes by itself (nixl): quiet only when it has stopped."""
-    peer_stopped: bool = False
-    """The peer has said that it writes no more, or cannot any more."""
-
-    def cells(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
-        """The part of `landed` that a unit covers; a view."""
-        return self.landed[self._area(header)]
-
-    def claimed(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
-        """The same part of `claimed_cells`."""
-        return self.claimed_cells[self._area(header)]
-
-    def _area(self, header: UnitHeader) -> tuple[slice, slice]:
-        at = header.first_block - self.expect.first_block
-        layers = slice(header.first_layer, header.first_layer + header.num_layers)
-        return slice(at, at + header.num_blocks), layers
-
-    @property
-    def num_valid(self) -> int:
-        """Blocks of the grant, from its start, that are good in all layers."""
-        whole = self.landed.all(axis=1)
-        return int(whole.size if whole.all() else whole.argmin())
 
 
 class Receiver:
@@ -94,7 +45,7 @@ class Receiver:
     ) -> None:
         self._rank, self._region, self._report, self._clock, self._drain_s = rank, region, report, clock, drain_s
         self._peers = peers
-        self._incoming: dict[tuple[str, int], _Incoming] = {}
+        self._incoming: dict[tuple[str, int], Incoming] = {}
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._endpoints: Sequence[Endpoint] = ()
         self._changed = threading.Condition()
@@ -128,7 +79,7 @@ class Receiver:
         with self._changed:
             if key in self._incoming or key in self._ended:
                 return
-            self._incoming[key] = _Incoming(expect, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
+            self._incoming[key] = Incoming(expect, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
             self._changed.notify_all()
         self._attend()
 
@@ -238,7 +189,7 @@ class Receiver:
     def _known(self, key: tuple[str, int]) -> bool:
         return key in self._incoming or key in self._ended or self._stop
 
-    def _fits(self, incoming: _Incoming, peer: PeerId, header: UnitHeader) -> bool:
+    def _fits(self, incoming: Incoming, peer: PeerId, header: UnitHeader) -> bool:
         at = header.first_block - incoming.expect.first_block
         if incoming.expect.prefill_id not in ("", peer.engine_id) or at < 0:
             return False
@@ -250,21 +201,21 @@ class Receiver:
             return False
         return not bool(incoming.claimed(header).any())
 
-    def _verify(self, incoming: _Incoming, at: int, header: UnitHeader) -> bool:
+    def _verify(self, incoming: Incoming, at: int, header: UnitHeader) -> bool:
         if not header.digest or not self._region.host:
             return True
         ids = incoming.expect.block_ids[at : at + header.num_blocks]
         runs = block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
         return self._region.digest(runs) == header.digest
 
-    def _corrupt(self, incoming: _Incoming, peer: PeerId, header: UnitHeader) -> None:
+    def _corrupt(self, incoming: Incoming, peer: PeerId, header: UnitHeader) -> None:
         self.num_corrupt += 1
         log.warning("unit of %s from %s arrived with a wrong digest; recomputing from there", header.transfer_id, peer)
         for endpoint in self._endpoints:
             self._tell(endpoint, peer, UnitFailed(header=header, reason="digest mismatch"))
         self._begin_revoke(incoming, "digest mismatch")
 
-    def _landed(self, incoming: _Incoming) -> Landed:
+    def _landed(self, incoming: Incoming) -> Landed:
         return Landed(
             rank=self._rank,
             transfer_id=incoming.expect.transfer_id,
@@ -275,7 +226,7 @@ class Receiver:
             wall=self._clock.wall(),
         )
 
-    def _begin_revoke(self, incoming: _Incoming, reason: str) -> None:
+    def _begin_revoke(self, incoming: Incoming, reason: str) -> None:
         with self._changed:
             key = (incoming.expect.transfer_id, incoming.expect.epoch)
             if incoming.revoked or key not in self._incoming:
@@ -310,17 +261,17 @@ class Receiver:
                     log.exception("cannot fence %s: please report this", incoming.expect.transfer_id)
                     incoming.drain_by = self._clock.now() + self._drain_s
 
-    def _finish(self, incoming: _Incoming) -> None:
+    def _finish(self, incoming: Incoming) -> None:
         if self._is_quiet(incoming):
             self._fenced(incoming)
         elif self._clock.now() >= incoming.drain_by:
             self._fence(incoming)
 
-    def _is_quiet(self, incoming: _Incoming) -> bool:
+    def _is_quiet(self, incoming: Incoming) -> bool:
         """Nothing of this grant can land: no claim is held, and no peer writes by itself (or it has stopped)."""
         return incoming.told and incoming.claims == 0 and (incoming.peer_stopped or not incoming.pushed)
 
-    def _fence(self, incoming: _Incoming) -> None:
+    def _fence(self, incoming: Incoming) -> None:
         log.warning(
             "%s did not drain %s in %d ms (%s): fencing its channels",
             incoming.expect.prefill_id, incoming.expect.transfer_id, int(self._drain_s * 1000), incoming.revoked,
@@ -331,7 +282,7 @@ class Receiver:
                     endpoint.fence(peer)
         self._fenced(incoming)
 
-    def _fenced(self, incoming: _Incoming) -> None:
+    def _fenced(self, incoming: Incoming) -> None:
         with self._changed:
             if (incoming.expect.transfer_id, incoming.expect.epoch) not in self._incoming:
                 return
@@ -347,7 +298,7 @@ class Receiver:
         )
         self._attend()
 
-    def _retire(self, incoming: _Incoming) -> None:
+    def _retire(self, incoming: Incoming) -> None:
         key = (incoming.expect.transfer_id, incoming.expect.epoch)
         self._incoming.pop(key, None)
         self._ended[key] = None
@@ -369,5 +320,5 @@ class Receiver:
             for endpoint in self._endpoints:
                 endpoint.attend(active)
 
-    def _peers_of(self, incoming: _Incoming) -> list[PeerId]:
+    def _peers_of(self, incoming: Incoming) -> list[PeerId]:
         return [p for p in self._peers() if p.engine_id == incoming.expect.prefill_id]

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 
 from pdxfer.core.clock import Clock
+from pdxfer.node.outgoing import Ready
 from pdxfer.node.plan import SavePlan
-from pdxfer.node.sender import Ready
 from pdxfer.node.store_blocks import Blocks
 from pdxfer.store.chunk import NewChunk, SaveResult
 from pdxfer.store.chunk import Saved as Became

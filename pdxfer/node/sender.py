@@ -15,10 +15,11 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.node.lane import AreaDone, Job, Lane, LaneFailed, LaneIdle, Report, UnitLost
+from pdxfer.node.outgoing import Outgoing, Ready
 from pdxfer.node.plan import Area, SendPlan
 from pdxfer.transport.base import Drained
 from pdxfer.wire.messages import Grant
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
 """Grants without a plan and ended transfers that are remembered."""
-Ready = Callable[[], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +64,6 @@ class _Peers:
 _Event = _Peers | _Step | _Layers | _Forget | _Abort | Grant | Report
 
 
-@dataclass(slots=True)
-class _Outgoing:
-    """One transfer that leaves here."""
-
-    transfer_id: str
-    grant: Grant | None = None
-    total_blocks: int = 0
-    num_tokens: int = 0
-    token_digest: bytes = b""
-    waiting: list[tuple[Area, Ready]] = field(default_factory=list)
-    """Final areas for which no grant is here yet."""
-    num_cells_done: int = 0
-    ending: str = ""
-    """Why nothing more is sent; empty while sending."""
-
-    @property
-    def num_cells(self) -> int:
-        """Blocks to send; cells are these times the layers."""
-        return self.total_blocks - self.grant.first_block if self.grant else 0
-
-
 class Sender:
     """Everything a prefill rank sends, over all peers."""
 
@@ -98,7 +77,7 @@ class Sender:
         self._num_layers, self._chunk_blocks = num_layers, chunk_blocks
         self._open_lane, self._on_settled = open_lane, on_settled
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
-        self._transfers: OrderedDict[str, _Outgoing] = OrderedDict()
+        self._transfers: OrderedDict[str, Outgoing] = OrderedDict()
         self._ended: OrderedDict[str, tuple[bool, str]] = OrderedDict()
         """Transfer → (delivered, reason): whoever asks again gets the same answer."""
         self._lanes: dict[str, Lane] = {}
@@ -179,7 +158,7 @@ class Sender:
         for plan in plans:
             if plan.transfer_id in self._ended:
                 continue
-            transfer = self._transfers.setdefault(plan.transfer_id, _Outgoing(plan.transfer_id))
+            transfer = self._transfers.setdefault(plan.transfer_id, Outgoing(plan.transfer_id))
             transfer.total_blocks, transfer.num_tokens = plan.total_blocks, plan.num_tokens
             transfer.token_digest = plan.token_digest
             if transfer.grant is not None and not self._same_prompt(transfer):
@@ -196,7 +175,7 @@ class Sender:
                 area = Area(plan.first_block + plan.num_ready, fresh, layers.first_layer, layers.num_layers)
                 self._ready(transfer, area, layers.ready)
 
-    def _ready(self, transfer: _Outgoing, area: Area, ready: Ready) -> None:
+    def _ready(self, transfer: Outgoing, area: Area, ready: Ready) -> None:
         if transfer.ending:
             return
         if transfer.grant is None:
@@ -208,7 +187,7 @@ class Sender:
         if grant.transfer_id in self._ended:
             log.debug("grant for %s came after its end", grant.transfer_id)
             return
-        transfer = self._transfers.setdefault(grant.transfer_id, _Outgoing(grant.transfer_id))
+        transfer = self._transfers.setdefault(grant.transfer_id, Outgoing(grant.transfer_id))
         if transfer.grant is not None or transfer.ending:
             return
         transfer.grant = grant
@@ -220,7 +199,7 @@ class Sender:
             self._send(transfer, grant, area, ready)
         self._bound()
 
-    def _same_prompt(self, transfer: _Outgoing) -> bool:
+    def _same_prompt(self, transfer: Outgoing) -> bool:
         grant = transfer.grant
         assert grant is not None
         last = grant.first_block + len(grant.block_ids)
@@ -235,7 +214,7 @@ class Sender:
         )
         return False
 
-    def _send(self, transfer: _Outgoing, grant: Grant, area: Area, ready: Ready) -> None:
+    def _send(self, transfer: Outgoing, grant: Grant, area: Area, ready: Ready) -> None:
         wanted = area.clip(grant.first_block)
         if wanted is None:
             return
@@ -265,7 +244,7 @@ class Sender:
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             delivered, why = self._ended.get(transfer_id, (False, reason))
-            self._settle(_Outgoing(transfer_id), delivered, why)
+            self._settle(Outgoing(transfer_id), delivered, why)
             return
         if transfer.ending:
             return
@@ -284,7 +263,7 @@ class Sender:
             self._end(abort.transfer_id, abort.reason)
             return
         if transfer is not None or abort.transfer_id not in self._ended:
-            self._settle(transfer or _Outgoing(abort.transfer_id), False, abort.reason)
+            self._settle(transfer or Outgoing(abort.transfer_id), False, abort.reason)
         farewell = Drained(transfer_id=abort.transfer_id, epoch=abort.epoch, complete=False)
         self._lane(abort.engine_id).tell(farewell)
 
@@ -305,7 +284,7 @@ class Sender:
             if transfer.grant is not None and transfer.grant.decode_id == engine_id:
                 self._settle(transfer, False, f"{engine_id} is no peer any more")
 
-    def _settle(self, transfer: _Outgoing, delivered: bool, reason: str) -> None:
+    def _settle(self, transfer: Outgoing, delivered: bool, reason: str) -> None:
         self._transfers.pop(transfer.transfer_id, None)
         self._ended[transfer.transfer_id] = (delivered, reason)
         while len(self._ended) > MAX_REMEMBERED:

@@ -17,9 +17,9 @@ from pdxfer.core.clock import Clock
 from pdxfer.kv.chunks import identity_digest
 from pdxfer.node.loader import Loader
 from pdxfer.node.lookup import Lookup
+from pdxfer.node.outgoing import Ready
 from pdxfer.node.plan import SavePlan
 from pdxfer.node.saver import Saver
-from pdxfer.node.sender import Ready
 from pdxfer.node.store_blocks import Blocks
 from pdxfer.store.events import Batch
 from pdxfer.store.open import open_tiers

@@ -1,0 +1,57 @@
+"""One grant of ours as the receiver keeps it: what has landed, who writes, and how its end stands. No locks, no I/O."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pdxfer.transport.base import PeerId, UnitHeader
+from pdxfer.wire.halves import Expect
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One grant of ours."""
+
+    expect: Expect
+    landed: npt.NDArray[np.bool_]
+    """Shape [blocks of the grant, layers]."""
+    claimed_cells: npt.NDArray[np.bool_]
+    """Same shape: claimed once, so no unit is written twice."""
+    peer: PeerId | None = None
+    """Who writes; known with the first claim."""
+    channel: str = ""
+    """Kind of channel it comes over; known with the first claim."""
+    claims: int = 0
+    """Writes under way here (channels whose last hop is ours)."""
+    num_units: int = 0
+    num_bytes: int = 0
+    revoked: str = ""
+    """Why; empty while units are welcome."""
+    drain_by: float = 0.0
+    """After this the peer's channels are fenced."""
+    told: bool = False
+    """Abort has gone out wherever the peer is connected; only then can the grant count as quiet."""
+    pushed: bool = False
+    """The peer has a channel over which it writes by itself (nixl): quiet only when it has stopped."""
+    peer_stopped: bool = False
+    """The peer has said that it writes no more, or cannot any more."""
+
+    def cells(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
+        """The part of `landed` that a unit covers; a view."""
+        return self.landed[self._area(header)]
+
+    def claimed(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
+        """The same part of `claimed_cells`."""
+        return self.claimed_cells[self._area(header)]
+
+    def _area(self, header: UnitHeader) -> tuple[slice, slice]:
+        at = header.first_block - self.expect.first_block
+        layers = slice(header.first_layer, header.first_layer + header.num_layers)
+        return slice(at, at + header.num_blocks), layers
+
+    @property
+    def num_valid(self) -> int:
+        """Blocks of the grant, from its start, that are good in all layers."""
+        whole = self.landed.all(axis=1)
+        return int(whole.size if whole.all() else whole.argmin())
