@@ -57,3 +57,10 @@ async def test_many_requests_at_once_all_succeed() -> None:
         await r.settled()
         assert len({p.transfer_id for p in r.pairer.pairings}) == 100
         assert len(r.pairer.sent) == 100
+
+
+async def test_more_choices_than_an_engine_makes_are_refused_at_once() -> None:
+    """A billion of them once kept a fake engine from answering anybody."""
+    async with rig() as r:
+        status, body, _ = await r.post("/v1/completions", {"model": MODEL, "prompt": "hi", "n": 10**9})
+        assert status == 400 and "at most 128" in str(body)

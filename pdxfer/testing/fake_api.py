@@ -12,6 +12,9 @@ from pdxfer.testing.fake_model import next_words, render_chat, tokenize
 Endpoint = Literal["completions", "chat"]
 Json = dict[str, object]
 
+MAX_CHOICES = 128
+"""Of one prompt; all of them are made at once."""
+
 
 class BadRequest(Exception):
     """The request cannot be served; becomes the error body."""
@@ -95,6 +98,8 @@ def parse(endpoint: Endpoint, request_id: str, data: bytes, max_model_len: int) 
     max_tokens = body.max_completion_tokens or body.max_tokens or 16
     if max_tokens < 1 or (body.n or 1) < 1:
         raise BadRequest(400, f"max_tokens={max_tokens}, n={body.n}: both must be at least 1")
+    if (body.n or 1) > MAX_CHOICES:
+        raise BadRequest(400, f"n={body.n}: at most {MAX_CHOICES} choices")
     for token_ids in prompts:
         if len(token_ids) + max_tokens > max_model_len:
             raise BadRequest(400, f"{len(token_ids)} + {max_tokens} tokens exceed the model's {max_model_len}")
