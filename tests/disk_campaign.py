@@ -25,6 +25,7 @@ from pdxfer.store.base import Outcome, Tier
 from pdxfer.store.open import open_tier
 
 MIB = 1 << 20
+_LARGEST = 4 * MIB
 _BASE = np.random.default_rng(5).integers(0, 256, 6 * MIB, dtype=np.uint8).tobytes()
 
 
@@ -34,9 +35,9 @@ def campaign_key(number: int) -> bytes:
     return head + hashlib.sha256(head).digest()[:24]
 
 
-def campaign_value(number: int, largest: int) -> list[bytes | memoryview]:
-    """Parts of a value that belongs to this number; sizes from a few bytes to `largest`, mostly large."""
-    chance = random.Random(number)
+def campaign_value(number: int, capacity: int) -> list[bytes | memoryview]:
+    """Parts of a value that belongs to this number; from a few bytes to a twelfth of the tier, mostly large."""
+    chance, largest = random.Random(number), min(capacity // 12, _LARGEST)
     size = chance.choice((chance.randrange(1, 5000), chance.randrange(1, largest), largest - chance.randrange(8192)))
     start = chance.randrange(0, len(_BASE) - size)
     return [number.to_bytes(8, "little") * 8, memoryview(_BASE)[start : start + size]]
@@ -117,17 +118,15 @@ def run_campaign(url: str, seconds: float, capacity: int, seed: int = 1, kills: 
 def _one_life(url: str, capacity: int, life: int, chance: random.Random) -> int:
     """Start a writer, let it put some values, kill it in the middle; its puts."""
     command = [sys.executable, __file__, "--child", url, str(capacity), str(life)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert child.stdout is not None
     wanted, puts = chance.randrange(1, 120), 0
-    while puts < wanted:
-        line = child.stdout.readline()
-        assert line, f"the writer ended by itself with {child.wait()}"
-        puts += 1
-    threading.Event().wait(chance.random() * 0.02)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        while puts < wanted:
+            line = child.stdout.readline()
+            assert line, f"the writer ended by itself with {child.wait()}"
+            puts += 1
+        threading.Event().wait(chance.random() * 0.02)
+        child.send_signal(signal.SIGKILL)
     return puts
 
 
@@ -141,7 +140,7 @@ async def _check(url: str, capacity: int, report: Report, chance: random.Random)
         if lease is None:
             continue
         async with lease:
-            right = entry.key == campaign_key(number) and lease.view == b"".join(campaign_value(number, capacity // 12))
+            right = entry.key == campaign_key(number) and lease.view == b"".join(campaign_value(number, capacity))
         report.read += 1
         report.wrong += not right
     for reason, times in tier.stats().failures.items():
@@ -169,7 +168,7 @@ async def _child(url: str, capacity: int, life: int) -> None:
             mine = number
             os.write(1, b".\n")
             outcome = await tier.put(
-                campaign_key(mine), campaign_value(mine, capacity // 12), SYSTEM_CLOCK.now() + 60, f"t{mine % 3}"
+                campaign_key(mine), campaign_value(mine, capacity), SYSTEM_CLOCK.now() + 60, f"t{mine % 3}"
             )
             assert outcome is Outcome.STORED, outcome
             match chance.randrange(6):

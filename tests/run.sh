@@ -64,7 +64,9 @@ step "tests without vLLM, the slow ones too"
 step "tests on real vLLM"
 marker="vllm and not full"
 [ "$tier" = full ] && marker="vllm or full"
-"$python" -m pytest -m "$marker" -rA -s tests
+limit=900  # seconds a test, the start of its engines included
+[ "$tier" = full ] && limit=7200
+"$python" -m pytest -m "$marker" --timeout "$limit" -rA -s tests
 
 step "quickstart"
 launch/quickstart.sh

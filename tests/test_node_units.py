@@ -128,8 +128,14 @@ class Pair:
     def grant(self, block_ids: list[int], first_block: int = 0, tokens: int = 70, digest: bytes = b"d") -> None:
         self.sender.grant(
             Grant(
-                transfer_id="t", epoch=1, decode_id="d0", decode_incarnation=1, first_block=first_block,
-                block_ids=block_ids, num_tokens=tokens, token_digest=digest,
+                transfer_id="t",
+                epoch=1,
+                decode_id="d0",
+                decode_incarnation=1,
+                first_block=first_block,
+                block_ids=block_ids,
+                num_tokens=tokens,
+                token_digest=digest,
             )
         )
 
@@ -147,7 +153,12 @@ def pair():  # type: ignore[no-untyped-def]
 
 def plan(first: int, ids: Sequence[int], ready: int = 0, total: int = 5) -> SendPlan:
     return SendPlan(
-        transfer_id="t", first_block=first, block_ids=tuple(ids), num_ready=ready, total_blocks=total, num_tokens=70,
+        transfer_id="t",
+        first_block=first,
+        block_ids=tuple(ids),
+        num_ready=ready,
+        total_blocks=total,
+        num_tokens=70,
         token_digest=b"d",
     )
 

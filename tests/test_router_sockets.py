@@ -117,9 +117,7 @@ async def test_a_restarted_router_is_found_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     settings = RouterSettings(bind=f"tcp://127.0.0.1:{port}", heartbeat_s=0.1)
-    proxy = ProxyClient(
-        endpoint=settings.bind, proxy_id="x", security=None, on_message=lambda _: None, heartbeat_s=0.1
-    )
+    proxy = ProxyClient(endpoint=settings.bind, proxy_id="x", security=None, on_message=lambda _: None, heartbeat_s=0.1)
     with running(settings=settings) as server, pair_of_engines(server) as engines:
         await proxy.start()
         assert isinstance(await proxy.pair(make_pair("r1"), 5.0), Pairing)

@@ -4,8 +4,10 @@ import asyncio
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,6 +71,41 @@ async def test_a_disk_that_fills_up_lets_values_replace_each_other(tmp_path: Pat
         evicted = t.tier.stats().evictions
         await t.stored(*range(40, 44), num_bytes=SIZE)
         assert t.tier.stats().evictions == evicted
+
+
+async def test_a_put_that_comes_as_the_slab_has_just_grown_does_not_stall_the_loop(tmp_path: Path) -> None:
+    """The growth's thread has ended, the loop does not know yet, and a put asks for room: the event loop goes on."""
+    growing = threading.Event()
+
+    class SlowToGrow(OsFiles):
+        def allocate(self, fd: int, offset: int, length: int) -> None:
+            growing.wait()
+            super().allocate(fd, offset, length)
+
+    def stalled(*_: object) -> None:
+        raise AssertionError("the event loop stood still")
+
+    tier = DiskTier(
+        Wanted(capacity_bytes=4 * MIB).config(f"file://{tmp_path}/kv", threads="1"), FakeClock(), files=SlowToGrow()
+    )
+    growing.set()
+    await tier.open()
+    growing.clear()
+    t = Opened(tier, FakeClock())
+    first = asyncio.ensure_future(put(t, "first"))
+    shelf = tier._parts[0]._shelf
+    await until(lambda: shelf.jobs.running > 0, "the slab to start growing")
+    growing.set()
+    shelf.jobs._pool.submit(int).result()  # runs after the growth, in the only thread
+    second = asyncio.ensure_future(put(t, "second"))
+    before = signal.signal(signal.SIGALRM, stalled)
+    signal.alarm(20)
+    try:
+        assert await asyncio.gather(first, second) == [Outcome.STORED, Outcome.STORED]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    await tier.close()
 
 
 async def test_a_disk_without_any_room_takes_nothing(tmp_path: Path) -> None:

@@ -122,9 +122,7 @@ def _throughput(load: Load, name: str, options: Options, router: psutil.Process)
     }  # fmt: skip
 
 
-def _latency(
-    load: Load, name: str, options: Options, router: psutil.Process
-) -> tuple[list[float], dict[str, Any]]:
+def _latency(load: Load, name: str, options: Options, router: psutil.Process) -> tuple[list[float], dict[str, Any]]:
     """Open loop: questions at fixed times, whatever the answers do; milliseconds from sending to the answer."""
     sent: dict[str, float] = {}
     waits: list[float] = []

@@ -274,7 +274,10 @@ class Receiver:
     def _fence(self, incoming: Incoming) -> None:
         log.warning(
             "%s did not drain %s in %d ms (%s): fencing its channels",
-            incoming.expect.prefill_id, incoming.expect.transfer_id, int(self._drain_s * 1000), incoming.revoked,
+            incoming.expect.prefill_id,
+            incoming.expect.transfer_id,
+            int(self._drain_s * 1000),
+            incoming.revoked,
         )
         for peer in self._peers_of(incoming):
             for endpoint in self._endpoints:

@@ -1,6 +1,6 @@
 """What both clients share: when to say hello and to report, and whether the router is there. No I/O, no threads.
 
-    offline ──can send: hello──▶ greeting ──HeartbeatAck known──▶ connected ──not known, silence, closed──▶ offline
+offline ──can send: hello──▶ greeting ──HeartbeatAck known──▶ connected ──not known, silence, closed──▶ offline
 """
 
 MISSED_BEATS = 3

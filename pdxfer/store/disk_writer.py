@@ -20,7 +20,7 @@ class Writer:
         self._pool = pool
         self._clock = shelf.clock
         self._writing: dict[bytes, asyncio.Future[None]] = {}
-        self._growth: asyncio.Future[None] | None = None
+        self._growth: asyncio.Task[bool] | None = None
 
     async def put(self, key: bytes, parts: Sequence[Buffer], deadline: float, tenant: str) -> Outcome:
         """One copy, into an aligned buffer, in the worker thread."""
@@ -102,7 +102,7 @@ class Writer:
                 growth = self._start_growth()
                 if not await all_within((growth,), self._left(deadline)):
                     return Outcome.LATE
-                growth_failed = growth.exception() is not None
+                growth_failed = not growth.result()
                 continue
             victim = shelf.index.victim(self._clock.wall(), record.tenant if over_quota else None)
             if victim is not None:
@@ -113,18 +113,22 @@ class Writer:
                 return Outcome.FULL
         return Outcome.FAILED
 
-    def _start_growth(self) -> "asyncio.Future[None]":
+    def _start_growth(self) -> "asyncio.Task[bool]":
         """Let the medium take more of its capacity into use, one step at a time."""
         if self._growth is None:
-            self._growth = self._shelf.jobs.submit(self._shelf.medium.grow)
-            self._growth.add_done_callback(partial(self._grown, self._shelf.epoch))
+            self._growth = asyncio.ensure_future(self._grow(self._shelf.epoch))
         return self._growth
 
-    def _grown(self, epoch: int, job: "asyncio.Future[None]") -> None:
+    async def _grow(self, epoch: int) -> bool:
+        """One step; whether it succeeded. Over only when the next may begin: who waits for it must not find it again,
+        done, and loop without ever yielding."""
+        job = self._shelf.jobs.submit(self._shelf.medium.grow)
+        await asyncio.wait((job,))
         self._growth = None
         failed = self._shelf.failed(job)
         if epoch == self._shelf.epoch:
             self._shelf.medium.grown(self._clock.now(), failed)
+        return not failed
 
     async def _write(
         self, record: Record, buffer: PooledBuffer, parts: Sequence[memoryview], deadline: float

@@ -328,12 +328,40 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 FromMember = (
-    Hello | WorkerHello | Heartbeat | Goodbye | PeerReady | ProxyHello | Pair | Release | Started | Grant
-    | CancelGrant | LegFailed | Stamp | Ended | Served | StoreOpUpdate
+    Hello
+    | WorkerHello
+    | Heartbeat
+    | Goodbye
+    | PeerReady
+    | ProxyHello
+    | Pair
+    | Release
+    | Started
+    | Grant
+    | CancelGrant
+    | LegFailed
+    | Stamp
+    | Ended
+    | Served
+    | StoreOpUpdate
 )
 """What the router accepts."""
 FromRouter = (
-    HeartbeatAck | Peers | Pairing | Local | Busy | Started | Grant | CancelGrant | LegFailed | Stamp | Ended | Drain
-    | Refused | StoreOp | StoreOpCancel | SetLogLevel
+    HeartbeatAck
+    | Peers
+    | Pairing
+    | Local
+    | Busy
+    | Started
+    | Grant
+    | CancelGrant
+    | LegFailed
+    | Stamp
+    | Ended
+    | Drain
+    | Refused
+    | StoreOp
+    | StoreOpCancel
+    | SetLogLevel
 )
 """What members accept."""
