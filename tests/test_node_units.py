@@ -15,7 +15,7 @@ from pdxfer.node.plan import Area, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender
 from pdxfer.transport.base import Control, Drained, OutgoingUnit, PeerId, UnitHeader, UnitResult
-from pdxfer.wire.halves import Expect, Fenced, Landed, ToScheduler
+from pdxfer.wire.halves import Expect, Fenced, Generation, Landed, ToScheduler
 from pdxfer.wire.messages import Grant
 
 LAYERS, BLOCK_BYTES, BLOCKS = 3, 64, 32
@@ -44,6 +44,7 @@ class MemoryChannel:
     """Copies into the receiver's region at once; `corrupt` flips a byte of each unit, `fail` dies after n units."""
 
     kind = "memory"
+    generation = 0
 
     def __init__(self, source: Region, target: Region, receiver: Receiver) -> None:
         self.peer = PeerId(engine_id="d0", incarnation=1, rank=0)
@@ -90,6 +91,7 @@ class Pair:
         self.digest_every = digest_every
         self.prefill, self.decode = Kv(1), Kv(2)
         self.facts: list[ToScheduler] = []
+        self.generations: list[ToScheduler] = []
         self.settled: list[tuple[str, bool, str]] = []
         self.changed = threading.Condition()
         self.receiver = Receiver(0, self.decode.region, self._fact, SYSTEM_CLOCK, 0.2, lambda: [P0])
@@ -108,7 +110,7 @@ class Pair:
 
     def _fact(self, fact: ToScheduler) -> None:
         with self.changed:
-            self.facts.append(fact)
+            (self.generations if isinstance(fact, Generation) else self.facts).append(fact)
             self.changed.notify_all()
 
     def _settled(self, transfer_id: str, delivered: bool, reason: str) -> None:
@@ -125,7 +127,9 @@ class Pair:
             Expect(transfer_id="t", epoch=1, prefill_id="p0", first_block=first_block, block_ids=block_ids)
         )
 
-    def grant(self, block_ids: list[int], first_block: int = 0, tokens: int = 70, digest: bytes = b"d") -> None:
+    def grant(
+        self, block_ids: list[int], first_block: int = 0, tokens: int = 70, digest: bytes = b"d", generation: int = 0
+    ) -> None:
         self.sender.grant(
             Grant(
                 transfer_id="t",
@@ -136,6 +140,7 @@ class Pair:
                 block_ids=block_ids,
                 num_tokens=tokens,
                 token_digest=digest,
+                generations=[generation],
             )
         )
 
@@ -343,6 +348,42 @@ def test_a_grant_is_served_over_the_channel_it_came_by(pair: Pair) -> None:
     assert lost.num_units == pair.channel.num_units == 0
 
 
+def test_a_grant_that_is_older_than_its_channel_is_refused(pair: Pair) -> None:
+    """On its way it was overtaken by the loss of its channel: decode has taken it back and knows of no writer."""
+    pair.channel.generation = 3
+    pair.grant(TARGET, generation=2)
+    run_step(pair, (plan(0, SOURCE),))
+    pair.wait(lambda: pair.settled)
+    assert pair.settled[0][1] is False and "before this channel was opened (generation 2" in pair.settled[0][2]
+    assert pair.channel.num_units == 0
+
+
+def test_a_grant_as_old_as_its_channel_or_younger_is_served(pair: Pair) -> None:
+    """A channel stays good for grants given after others were taken back."""
+    pair.channel.generation = 3
+    pair.expect(TARGET)
+    pair.grant(TARGET, generation=3)
+    run_step(pair, (plan(0, SOURCE),))
+    pair.wait(lambda: pair.facts and pair.settled)
+    assert isinstance(pair.facts[0], Landed)
+
+
+def test_a_grant_is_counted_as_taken_back_before_its_peer_is_told(pair: Pair) -> None:
+    """Whoever is let in too late to be told must come by a channel that says so."""
+    seen: list[int] = []
+
+    class Watching(OneConnection):
+        def tell(self, peer: PeerId, control: Control) -> None:
+            seen.append(pair.receiver.generation)
+            super().tell(peer, control)
+
+    pair.receiver._endpoints = [Watching("nixl", [])]  # type: ignore[list-item]
+    pair.expect(TARGET)
+    pair.receiver.revoke("t", 1, "deadline")
+    pair.wait(lambda: pair.facts)
+    assert seen == [1] and pair.generations == [Generation(rank=0, number=1)] and isinstance(pair.facts[0], Fenced)
+
+
 class OneConnection:
     """An endpoint as the receiver sees it: which peers are connected, what was told and fenced."""
 
@@ -366,7 +407,11 @@ class OneConnection:
 
 
 def receiver_with(endpoints: list[OneConnection], facts: list[ToScheduler]) -> Receiver:
-    receiver = Receiver(0, Kv(3).region, facts.append, SYSTEM_CLOCK, 0.01, lambda: [P0])
+    def report(fact: ToScheduler) -> None:
+        if not isinstance(fact, Generation):
+            facts.append(fact)
+
+    receiver = Receiver(0, Kv(3).region, report, SYSTEM_CLOCK, 0.01, lambda: [P0])
     receiver.start(endpoints)  # type: ignore[arg-type]
     receiver.expect(Expect(transfer_id="t", epoch=1, prefill_id="p0", first_block=0, block_ids=TARGET))
     return receiver

@@ -23,8 +23,8 @@ def test_messages_come_back_as_they_were(message: FromMember) -> None:
 
 
 def test_golden_bytes() -> None:
-    """The bytes of version 1; changing them needs a new PROTOCOL."""
-    assert encode(Started(transfer_id="t-1", num_tokens=7)) == bytes([1]) + msgspec.msgpack.encode(
+    """The bytes of version 2; changing them needs a new PROTOCOL."""
+    assert encode(Started(transfer_id="t-1", num_tokens=7)) == bytes([2]) + msgspec.msgpack.encode(
         {"m": "started", "transfer_id": "t-1", "num_tokens": 7, "prefill_id": ""}
     )
 
@@ -61,7 +61,7 @@ def test_refusals_say_the_values() -> None:
     """Size and version errors name what came and what is spoken here."""
     with pytest.raises(ProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes"):
         DECODER.decode(bytes(MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(ProtocolError, match="version 9, this side speaks 1"):
+    with pytest.raises(ProtocolError, match=f"version 9, this side speaks {PROTOCOL}"):
         DECODER.decode(b"\x09\x80")
 
 

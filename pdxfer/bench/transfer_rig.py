@@ -89,6 +89,8 @@ SHAPES = {
 class BenchSink:
     """Takes everything; answers Drained with an Abort, which stops the sender's clock."""
 
+    generation = 0
+
     def __init__(self, region: Region, blocks: list[int]) -> None:
         self._region, self._blocks = region, blocks
         self.endpoint: Endpoint | None = None

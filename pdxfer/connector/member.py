@@ -14,7 +14,7 @@ from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.core.clock import Clock
 from pdxfer.core.ids import new_incarnation
 from pdxfer.router.client import MemberClient
-from pdxfer.wire.halves import Listening, SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
+from pdxfer.wire.halves import Generation, Listening, SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
 from pdxfer.wire.messages import Capacity, FromRouter, Heartbeat, Hello, Leg, LegFailed, Message, Stage, Stamp
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Member:
         """Blocks a new request may take; the hooks keep it current, heartbeats report it."""
         self.totals: Counter[str] = Counter()
         """Everything counted since the start, for heartbeats."""
+        self._generations = [0] * facts.world_size
         self._fingerprints: dict[int, dict[str, str]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -90,6 +91,11 @@ class Member:
         """Our leg is over without having delivered."""
         self.tell_router(LegFailed(transfer_id=transfer_id, leg=leg, reason=reason[:1000]))
 
+    @property
+    def generations(self) -> list[int]:
+        """By rank: grants taken back so far, for the next Grant; what a rank has not told yet is not in it."""
+        return list(self._generations)
+
     # ---- other threads -----------------------------------------------------------------------------------------------
 
     def _on_fact(self, fact: ToScheduler) -> None:
@@ -99,6 +105,8 @@ class Member:
             self._fingerprints[fact.rank] = fact.fingerprint
             if len(self._fingerprints) == self._facts.world_size and self._router is None and self._settings.router:
                 self._join()
+        elif isinstance(fact, Generation):
+            self._generations[fact.rank] = fact.number
         elif isinstance(fact, Listening):
             log.info("rank %d listens: %s", fact.rank, ", ".join(a.kind for a in fact.addresses))
         else:

@@ -35,6 +35,7 @@ class Notices:
                 block_ids=block_ids,
                 num_tokens=receive.num_tokens,
                 token_digest=token_digest,
+                generations=self._member.generations,
             )
         )
         self.stamp(receive, "granted")

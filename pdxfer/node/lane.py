@@ -34,6 +34,8 @@ class Job:
     epoch: int
     incarnation: int
     """Of the engine that granted: its next life must not get these bytes."""
+    generation: int
+    """That the grant names: a channel with a larger one is too young for it."""
     area: Area
     target_blocks: tuple[int, ...]
     ready: Callable[[], None] | None
@@ -210,6 +212,12 @@ class Lane:
         if channel.peer.incarnation != job.incarnation:
             self._channels.pop(key, None)
             raise ChannelError(f"{self.engine_id} has restarted since its grant")
+        if channel.generation > job.generation:
+            self._channels.pop(key, None)
+            raise ChannelError(
+                f"the grant was given before this channel was opened (generation {job.generation}, the channel's is "
+                f"{channel.generation}): {self.engine_id} may have taken it back"
+            )
         if job.ready is not None:
             job.ready()
         area = job.area

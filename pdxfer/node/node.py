@@ -108,7 +108,9 @@ class Node:
         self._peers: list[PeerNode] = []
         self._generations: tuple[int, ...] = ()
         self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids)
-        self.sender = Sender(region.layout.num_layers, settings.chunk_blocks, self._open_lane, self._settled)
+        self.sender = Sender(
+            region.layout.num_layers, settings.chunk_blocks, self._open_lane, self._settled, settings.rank
+        )
         self.store: StoreSide | None = self._open_store(settings.store) if settings.store is not None else None
         self._integrity = Integrity(self.store.thread, clock) if self.store is not None else None
         self._operator = self._make_operator(self.store) if self.store is not None else None
@@ -342,6 +344,10 @@ class _KindSink:
 
     def __init__(self, node: Node, kind: str) -> None:
         self._node, self._kind = node, kind
+
+    @property
+    def generation(self) -> int:
+        return self._node.receiver.generation
 
     def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
         return self._node.receiver.claim(peer, header, self._kind)

@@ -22,7 +22,7 @@ from pdxfer.kv.runs import Runs, block_runs
 from pdxfer.memory.region import Region
 from pdxfer.node.incoming import Incoming
 from pdxfer.transport.base import Abort, Control, Drained, Endpoint, PeerId, UnitFailed, UnitHeader
-from pdxfer.wire.halves import Expect, Fenced, Landed, ToScheduler
+from pdxfer.wire.halves import Expect, Fenced, Generation, Landed, ToScheduler
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class Receiver:
         self._changed = threading.Condition()
         self._attending = threading.Lock()
         self._stop = False
+        self.generation = 0
+        """See Sink; grows before the peer is told, so that whoever was not told comes by a channel that names it."""
         self.num_rejected = 0
         """Units that were refused: unknown, stale, out of bounds, twice."""
         self.num_corrupt = 0
@@ -233,6 +235,8 @@ class Receiver:
                 return
             incoming.revoked = reason
             incoming.drain_by = self._clock.now() + self._drain_s
+            self.generation += 1
+            self._report(Generation(rank=self._rank, number=self.generation))
             self._changed.notify_all()
         abort = Abort(transfer_id=key[0], epoch=key[1], reason=reason[:1000])
         for peer in self._peers_of(incoming):

@@ -73,7 +73,9 @@ class Sender:
         chunk_blocks: int,
         open_lane: Callable[[str, Callable[[Report], None]], Lane],
         on_settled: Callable[[str, bool, str], None],
+        rank: int = 0,
     ) -> None:
+        self._rank = rank
         self._num_layers, self._chunk_blocks = num_layers, chunk_blocks
         self._open_lane, self._on_settled = open_lane, on_settled
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
@@ -222,7 +224,17 @@ class Sender:
         for piece in wanted.split(self._chunk_blocks):
             at = piece.first_block - grant.first_block
             targets = tuple(grant.block_ids[at : at + len(piece.block_ids)])
-            lane.offer(Job(transfer.transfer_id, grant.epoch, grant.decode_incarnation, piece, targets, ready))
+            lane.offer(
+                Job(
+                    transfer_id=transfer.transfer_id,
+                    epoch=grant.epoch,
+                    incarnation=grant.decode_incarnation,
+                    generation=grant.generations[self._rank] if self._rank < len(grant.generations) else 0,
+                    area=piece,
+                    target_blocks=targets,
+                    ready=ready,
+                )
+            )
 
     def _lane(self, engine_id: str) -> Lane:
         if engine_id not in self._lanes:

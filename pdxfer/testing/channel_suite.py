@@ -83,6 +83,7 @@ class RecordingSink:
     events: list[object] = field(default_factory=list)
     """Landed headers and controls in the order of the calls."""
     losses: list[PeerId] = field(default_factory=list)
+    generation: int = 0
 
     def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
         """Permit what a grant covers."""
@@ -208,6 +209,15 @@ class ChannelSuite:
 
         until(enough, f"{count} units to be reported by poll")
         return found
+
+    def test_a_channel_names_how_many_grants_were_taken_back_before_it(self) -> None:
+        """Where the sender writes by itself it must know: an older grant is not for this channel."""
+        self.channel.close()
+        until(lambda: self.decode.sink.losses, "the close to be noticed")
+        assert self.channel.generation == 0
+        self.decode.sink.generation = 5
+        self.channel = self.connect()
+        assert self.channel.generation == (0 if self.decode.endpoint.writes_here else 5)
 
     # ---- moving bytes ----------------------------------------------------------------------------------------------
 

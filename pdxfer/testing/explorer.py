@@ -61,6 +61,7 @@ class Cluster:
         channel = SimChannel(self.world, prefill, decode)
         channel.on_arrived = lambda write: decode.receiver.arrived(write)
         channel.on_done = prefill.done
+        channel.num_taken_back = lambda: decode.receiver.generation
         channel.on_lost = [prefill.lost, lambda lost: decode.receiver.lost(lost)]
         prefill.channels[decode.name] = decode.channels[prefill.name] = channel
         return channel
@@ -136,8 +137,8 @@ class Cluster:
 
 
 def run(seed: int, trace: Callable[[str], None] | None = None, *, grants_name_generation: bool = True) -> Outcome:
-    """One schedule; the same seed gives the same one. `grants_name_generation`: a writer drops a Grant that was given
-    before its channel was last made; without it a Grant that is overtaken by a fence fills blocks of others."""
+    """One schedule; the same seed gives the same one. `grants_name_generation`: a writer drops a Grant that is older
+    than its channel; without it a Grant that is overtaken by a fence fills blocks of others."""
     return Cluster(seed, trace, grants_name_generation).run()
 
 

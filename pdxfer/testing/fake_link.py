@@ -13,7 +13,7 @@ from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.ids import new_incarnation
 from pdxfer.router.client import ClientSecurity, MemberClient
 from pdxfer.testing.fake_kv import FakeCache
-from pdxfer.wire.halves import SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
+from pdxfer.wire.halves import Generation, SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
 from pdxfer.wire.messages import Capacity, FromRouter, Heartbeat, Hello, Leg, LegFailed, Message, Role, Stage, Stamp
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class FakeLink:
         self._on_message, self._on_fact = on_message, on_fact
         self._loop = asyncio.get_running_loop()
         self.incarnation = new_incarnation()
+        self.generation = 0
+        """Grants taken back so far, for the next Grant."""
         self._fingerprint: dict[str, str] = {}
         self._router: MemberClient | None = None
         self._is_closed = False
@@ -120,6 +122,8 @@ class FakeLink:
         if isinstance(fact, WorkerReady):
             self._fingerprint = fact.fingerprint
             self._join()
+        elif isinstance(fact, Generation):
+            self.generation = fact.number
         else:
             self._on_fact(fact)
         self._changed.set()

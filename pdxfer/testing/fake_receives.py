@@ -133,6 +133,7 @@ class FakeReceives:
                 block_ids=blocks,
                 num_tokens=receive.num_tokens,
                 token_digest=digest(token_ids),
+                generations=[self._link.generation],
             )
         )
         self._link.stamp(receive.transfer_id, "granted")

@@ -10,7 +10,7 @@ from pdxfer.connector.transfer import Receive, ReceiveState
 from pdxfer.testing.sim_engine import BLOCK, STEP_S, SimEngine
 from pdxfer.testing.sim_receiver import SimReceiver
 from pdxfer.testing.sim_world import World
-from pdxfer.wire.halves import Fenced, Landed
+from pdxfer.wire.halves import Fenced, Generation, Landed
 from pdxfer.wire.messages import CancelGrant, Ended, FromRouter, Grant, LegFailed, Outcome, Started
 
 RECEIVE_S = 2.0
@@ -42,6 +42,7 @@ class SimDecode(SimEngine):
 
     def _begin(self) -> None:
         super()._begin()
+        self.generation = 0
         self.receiver = SimReceiver(self, self._report)
 
     def leg(self, request_id: str, leg_id: str, transfer_id: str, num_tokens: int, reply: Reply) -> None:
@@ -108,12 +109,11 @@ class SimDecode(SimEngine):
         receive.granted(0, list(job.blocks))
         key = (receive.transfer_id, receive.epoch)
         channel = self.channels[receive.prefill_id]
-        channel.granted[receive.transfer_id] = channel.generation
         self.world.in_order((self, "worker"), self, self.receiver.expect, key, channel, list(job.blocks))
         self.send(
             Grant(
                 transfer_id=key[0], epoch=key[1], decode_id=self.name, decode_incarnation=self.life, first_block=0,
-                block_ids=list(job.blocks), num_tokens=job.num_tokens, token_digest=b"d",
+                block_ids=list(job.blocks), num_tokens=job.num_tokens, token_digest=b"d", generations=[self.generation],
             )
         )  # fmt: skip
 
@@ -173,10 +173,13 @@ class SimDecode(SimEngine):
             self._give_up(receive, message.reason)
         return True
 
-    def _report(self, fact: Landed | Fenced) -> None:
+    def _report(self, fact: Landed | Fenced | Generation) -> None:
         self.world.in_order((self, "sched"), self, self._on_fact, fact)
 
-    def _on_fact(self, fact: Landed | Fenced) -> None:
+    def _on_fact(self, fact: Landed | Fenced | Generation) -> None:
+        if isinstance(fact, Generation):
+            self.generation = fact.number
+            return
         receive = self._find(fact.transfer_id)
         if receive is None:
             return

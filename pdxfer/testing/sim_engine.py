@@ -155,11 +155,13 @@ class SimChannel:
     generation: int = 1
     is_open: bool = True
     flying: list[Write] = field(default_factory=list)
-    granted: dict[str, int] = field(default_factory=dict)
-    """Transfer → generation that its Grant names."""
+    grants_before: int = 0
+    """Grants that decode had taken back when it let prefill in (Channel.generation)."""
     on_arrived: Callable[[Write], None] = lambda write: None
     on_lost: list[Callable[["SimChannel"], None]] = field(default_factory=list)
     on_done: Callable[[Write], None] = lambda write: None
+    num_taken_back: Callable[[], int] = lambda: 0
+    """By decode's worker, until now."""
 
     def post(self, write: Write) -> None:
         """Lands some time, or never."""
@@ -222,7 +224,11 @@ class SimChannel:
         self.world.in_order((self, self.prefill.name), self.prefill, self.world.at, delay, self.prefill, self.connect)
 
     def connect(self) -> None:
-        """Prefill opens it anew."""
-        if self.decode.is_alive and not self.is_open:
+        """Prefill opens it anew: decode lets it in once it has seen the old one's end."""
+        self.world.in_order((self, self.decode.name), self.decode, self._let_in)
+
+    def _let_in(self) -> None:
+        if self.prefill.is_alive and not self.is_open:
             self.generation += 1
             self.is_open = True
+            self.grants_before = self.num_taken_back()

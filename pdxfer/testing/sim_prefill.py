@@ -103,7 +103,7 @@ class SimPrefill(SimEngine):
         if grant is None or send.ending:
             return
         channel = self.channels[grant.decode_id]
-        is_stale = self.world.grants_name_generation and channel.granted[send.transfer_id] != channel.generation
+        is_stale = self.world.grants_name_generation and channel.grants_before > grant.generations[0]
         if not channel.is_open or is_stale or channel.decode.life != grant.decode_incarnation:
             self._cancel(one, "there is no channel")
             self.send(LegFailed(transfer_id=send.transfer_id, leg="prefill", reason="no channel"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdxfer.testing.sim_engine import SimChannel, SimEngine, Write
-from pdxfer.wire.halves import Fenced, Landed
+from pdxfer.wire.halves import Fenced, Generation, Landed
 
 DRAIN_S = 0.2
 Key = tuple[str, int]
@@ -31,9 +31,10 @@ class Incoming:
 class SimReceiver:
     """Of one life of one engine."""
 
-    def __init__(self, engine: SimEngine, report: Callable[[Landed | Fenced], None]) -> None:
+    def __init__(self, engine: SimEngine, report: Callable[[Landed | Fenced | Generation], None]) -> None:
         self._engine, self._report = engine, report
         self.incoming: dict[Key, Incoming] = {}
+        self.generation = 0
 
     def expect(self, key: Key, channel: SimChannel, block_ids: list[int]) -> None:
         """These blocks may be filled."""
@@ -66,7 +67,7 @@ class SimReceiver:
         incoming = self.incoming.get(key)
         if incoming is None or incoming.revoked:
             return
-        incoming.revoked = reason
+        self._take_back(incoming, reason)
         channel = incoming.channel
         if channel.tell(channel.prefill, channel.prefill.aborted, channel, *key):  # type: ignore[attr-defined]
             self._engine.world.at(DRAIN_S, self._engine, self.drain_deadline, key)
@@ -95,8 +96,14 @@ class SimReceiver:
         """The connection is closed: what came over it and is not complete is over."""
         for key, incoming in list(self.incoming.items()):
             if incoming.channel is channel:
-                incoming.revoked = incoming.revoked or "connection lost"
+                if not incoming.revoked:
+                    self._take_back(incoming, "connection lost")
                 self.fenced(key)
+
+    def _take_back(self, incoming: Incoming, reason: str) -> None:
+        incoming.revoked = reason
+        self.generation += 1
+        self._report(Generation(rank=0, number=self.generation))
 
     def fenced(self, key: Key) -> None:
         """Nothing can land any more."""

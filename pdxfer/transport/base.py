@@ -102,6 +102,12 @@ Control = Abort | Drained | UnitFailed
 class Sink(Protocol):
     """What the receiving node does with arrivals. Called on the endpoint's threads; never blocks for long."""
 
+    @property
+    def generation(self) -> int:
+        """Grants taken back so far. An endpoint that does not write here reads it after it has let a peer in, and tells
+        the peer (Channel.generation): over that channel only younger grants may be filled."""
+        ...
+
     def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
         """Destination runs in our region, claimed for one write until `arrived` or `failed`; None: not wanted, discard.
 
@@ -131,6 +137,8 @@ class Channel(Protocol):
 
     kind: str
     peer: PeerId
+    generation: int
+    """The receiver's Sink.generation when it let us in; 0 where the receiver executes the last hop. Constant."""
 
     @property
     def dead(self) -> str:

@@ -147,6 +147,7 @@ class LoopbackEndpoint:
             self._outgoing.append(channel)
         with target._lock:
             target._incoming.append(channel)
+        channel.generation = target.sink.generation if self.net.one_sided else 0
         return channel
 
     def has(self, peer: PeerId) -> bool:
@@ -230,6 +231,7 @@ class LoopbackChannel:
 
     def __init__(self, endpoint: LoopbackEndpoint, peer: PeerId) -> None:
         self.endpoint, self.peer = endpoint, peer
+        self.generation = 0
         self._dead = ""
         self._results: list[UnitResult] = []
         self._changed = threading.Condition()

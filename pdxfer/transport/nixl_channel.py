@@ -43,6 +43,7 @@ class NixlChannel:
     ) -> None:
         """`layouts` are ours and the peer's; `metadata` is of the peer's agent. Raises ChannelError."""
         self.peer = peer
+        self.generation = 0
         self._options, self._me, self._sink, self._on_close = options, me, sink, on_close
         self._mine, self._theirs = layouts
         self._keys: Keys | None = None
@@ -195,6 +196,7 @@ class NixlChannel:
             if welcome.echo != self._nonce:
                 raise ProtocolError("welcome to another hello")
             with self._changed:
+                self.generation = welcome.generation
                 self._keys = self._keys or Keys(self._secret, self._nonce, welcome.nonce)
                 self._changed.notify_all()
             return

@@ -6,6 +6,7 @@ the router's secret, everything after under keys that both nonces make. A note w
     4s magic "PDXN", u8 version, u8 type, 16s tag (blake2b over type and body), body (msgpack)
 
 2026-11-29: version 1, first release.
+2026-11-29: version 2, the welcome names the receiver's generation: a late Grant must not be served over a new channel.
 """
 
 import enum
@@ -19,7 +20,7 @@ from pdxfer.core.errors import ProtocolError
 from pdxfer.transport.base import PeerId
 
 MAGIC = b"PDXN"
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("<4sBB16s")
 MAX_NOTE_BYTES = 1 << 20
 NONCE_BYTES = 16
@@ -54,6 +55,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     echo: bytes
     """The hello's nonce."""
     nonce: bytes
+    generation: int
+    """See Channel.generation."""
 
 
 class Keys:

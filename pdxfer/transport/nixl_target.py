@@ -173,13 +173,15 @@ class Target:
             self._admission.refused["unknown peer" if isinstance(error, ChannelError) else "wrong proof"] += 1
             log.debug("nixl hello of %s refused: %s", describe(hello.sender), error)
             return
-        welcome = Welcome(echo=hello.nonce, nonce=secrets.token_bytes(nixl_notes.NONCE_BYTES))
-        session = Session(name, hello.sender, Keys(secret, hello.nonce, welcome.nonce))
+        nonce = secrets.token_bytes(nixl_notes.NONCE_BYTES)
+        session = Session(name, hello.sender, Keys(secret, hello.nonce, nonce))
         try:
             if self.agent.add_peer(hello.metadata) != name:
                 raise ProtocolError("the hello's metadata is of another agent")
             with self._lock:
                 self._sessions[name] = session
+            # In this order: a grant is taken back either with the session there to be told, or before it is counted.
+            welcome = Welcome(echo=hello.nonce, nonce=nonce, generation=self._sink.generation)
             self.agent.send(name, seal(secret, NoteType.WELCOME, _encode(welcome)))
         except ChannelError as error:
             log.debug("cannot answer %s: %s", describe(hello.sender), error)

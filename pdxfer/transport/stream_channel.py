@@ -29,6 +29,7 @@ class StreamChannel:
     """Base of TcpChannel and LocalChannel: a connection that we opened, with a thread that reads what comes back."""
 
     kind = ""
+    generation = 0
 
     def __init__(self, endpoint: StreamEndpoint, peer: PeerId, frames: FrameSocket) -> None:
         self.peer, self._endpoint, self._frames = peer, endpoint, frames

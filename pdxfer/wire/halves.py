@@ -97,6 +97,13 @@ class Fenced(Fact, tag="fenced", frozen=True):
     reason: Text
 
 
+class Generation(Fact, tag="generation", frozen=True):
+    """decode: so many grants have been taken back on this rank; the next Grant names it."""
+
+    rank: int
+    number: int
+
+
 class Computed(Fact, tag="computed", frozen=True):
     """prefill: the step that completes this prompt has been computed; sent where the CPU knows (not on CUDA)."""
 
@@ -114,7 +121,7 @@ class Settled(Fact, tag="settled", frozen=True):
 
 
 ToWorker = Welcome | Expect | Revoke | Forget | ToWorkerStore
-ToScheduler = WorkerReady | Listening | Landed | Fenced | Computed | Settled | ToSchedulerStore
+ToScheduler = WorkerReady | Listening | Landed | Fenced | Generation | Computed | Settled | ToSchedulerStore
 
 
 def socket_path(run_id: str) -> str:

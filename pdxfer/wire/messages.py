@@ -254,6 +254,9 @@ class Grant(Message, frozen=True, tag="grant"):
     """Prompt length decode sees; must equal prefill's."""
     token_digest: Annotated[bytes, msgspec.Meta(max_length=64)]
     """blake3 over the prompt's identity (token ids and extra keys); must equal prefill's."""
+    generations: Annotated[list[int], msgspec.Meta(max_length=1024)] = []
+    """By rank: grants that decode had taken back before this one. A channel that was opened after more of them may
+    not serve it: blocks of a grant that was taken back meanwhile belong to somebody else (transport.Channel)."""
 
 
 class CancelGrant(Message, frozen=True, tag="cancel_grant"):

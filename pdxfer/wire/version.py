@@ -1,6 +1,7 @@
 """Protocol version and the encoding of control messages: one version byte, then msgpack.
 
 2026-11-29: version 1, first release.
+2026-11-29: version 2, a Grant names its generations.
 """
 
 from typing import Generic, TypeVar
@@ -9,7 +10,7 @@ import msgspec
 
 from pdxfer.core.errors import ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 2 << 20
 """Bound of one control message: a Grant for a million tokens in blocks of 16 is below 0.4 MiB."""
 
