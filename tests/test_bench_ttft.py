@@ -561,6 +561,23 @@ def test_a_whole_run_with_engines_that_compute_nothing(
     assert "all processes have left" in (tmp_path / "logs" / "pdxfer-pdxfer.log").read_text()
 
 
+def test_an_arm_that_fails_leaves_the_figures_of_those_before_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def measure(name: str, *_: object) -> Measured:
+        if name == "one":
+            return Measured(answers={1000: [answer(0.1)]})
+        raise BenchError("nixl-pull: an engine died")
+
+    monkeypatch.setattr(ttft, "_measure", measure)
+    argv = ["--arms", "one,nixl-pull", "--lens", "1000", "--model", str(model), "--out", str(tmp_path), "--json"]
+    with pytest.raises(BenchError, match="an engine died"):
+        ttft.main(argv)
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["arm"] for row in printed["results"]] == ["one"]
+    assert printed == json.loads((tmp_path / "ttft.json").read_text())
+
+
 @pytest.mark.slow
 def test_sigterm_takes_the_engines_down(model: Path, tmp_path: Path) -> None:
     argv = [*FAKE, "--count", "9", "--rate", "0.001", "--quick", "--model", str(model), "--out", str(tmp_path)]

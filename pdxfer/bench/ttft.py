@@ -49,13 +49,16 @@ async def _main(options: Options, argv: Sequence[str]) -> int:
     place: AbstractContextManager[LinkPlan | None] = ttft_link.link(options.link) if options.link else nullcontext()
     arms: dict[str, Measured] = {}
     equality: Equality | None = None
-    with place as plan:
-        for name in options.arms:
-            arms[name] = await _measure(name, options, prompts, plan)
-        if "pdxfer" in options.arms and not options.is_quick:
-            equality = await _compare(options, prompts, plan)
-    report.fill(options, arms, equality)
-    publish(report, options, arms)
+    try:
+        with place as plan:
+            for name in options.arms:
+                arms[name] = await _measure(name, options, prompts, plan)
+            if "pdxfer" in options.arms and not options.is_quick:
+                equality = await _compare(options, prompts, plan)
+    finally:  # an arm that fails, or SIGTERM, does not take the figures of the arms before it along
+        if arms:
+            report.fill(options, arms, equality)
+            publish(report, options, arms)
     return 0
 
 
