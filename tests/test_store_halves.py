@@ -53,7 +53,7 @@ class Request:
 class Member:
     """Collects what would be sent."""
 
-    incarnation = 1
+    incarnation, generations, is_connected = 1, [0], True
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Any]] = []
