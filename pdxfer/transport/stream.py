@@ -61,19 +61,17 @@ class Accepted:
             pass
 
 
-class StreamEndpoint:
-    """Base of TcpEndpoint and LocalEndpoint; see transport/base.py for the contract."""
+class StreamServer:
+    """A listening socket: who may connect (Admission), the handshake, and one thread a connection that serves it."""
 
     kind = ""
-    writes_here = True
 
-    def __init__(self, options: EndpointOptions, me: PeerId, region: Region, sink: Sink, server: socket.socket) -> None:
-        self.options, self.me, self.region, self.sink = options, me, region, sink
+    def __init__(self, options: EndpointOptions, me: PeerId, server: socket.socket) -> None:
+        self.options, self.me = options, me
         self.admission = Admission()
         self._server = server
         self._lock = threading.Lock()
         self._accepted: set[Accepted] = set()
-        self._channels: set[Channel] = set()
         self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
         self._stopping = threading.Event()
         self._accepter = threading.Thread(target=self._accept, name=f"pdxfer-{self.kind}-accept", daemon=True)
@@ -81,16 +79,11 @@ class StreamEndpoint:
     def __repr__(self) -> str:
         with self._lock:
             state = "closed" if self._stopping.is_set() else "open"
-            return f"<{type(self).__name__} {state} peers_in={len(self._accepted)} peers_out={len(self._channels)}>"
+            return f"<{type(self).__name__} {state} peers_in={len(self._accepted)}>"
 
     def start(self) -> None:
         """Begin to accept; the subclass calls it when it is complete."""
         self._accepter.start()
-
-    @property
-    def generation(self) -> int:
-        """Constant: a fence cuts connections, the address stays."""
-        return 0
 
     def admit(self, peers: Sequence[PeerId], secret: bytes) -> None:
         """See Endpoint. Connections of peers that are not admitted any more are cut."""
@@ -99,41 +92,18 @@ class StreamEndpoint:
             if connection.peer is not None and not self.admission.admits(connection.peer):
                 connection.frames.cut()
 
-    def has(self, peer: PeerId) -> bool:
-        """See Endpoint."""
-        return any(c.peer == peer and not c.frames.closing for c in self._connections())
-
-    def tell(self, peer: PeerId, control: Control) -> None:
-        """See Endpoint."""
-        for connection in self._connections():
-            if connection.peer == peer and not connection.frames.closing:
-                connection.frames.send(FrameType.CONTROL, _encode(control))
-                return
-        raise ChannelError(f"{describe(peer)} has no {self.kind} connection to this node")
-
-    def fence(self, peer: PeerId) -> None:
-        """See Endpoint: cuts all connections of the peer."""
-        for connection in self._connections():
-            if connection.peer == peer:
-                connection.fence()
-
-    def attend(self, active: bool) -> None:
-        """Nothing to do: threads sleep in the kernel until bytes come."""
-
     def close(self) -> None:
-        """See Endpoint."""
+        """Cut every connection, end all threads. Idempotent."""
         with self._lock:
             if self._stopping.is_set():
                 return
             self._stopping.set()
-            channels = list(self._channels)
         self.admission.close()
         try:
             self._server.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # was never listening
-        for channel in channels:
-            channel.close()
+        self.closing()
         for connection in self._connections():
             connection.fence()
         for thread in [self._accepter, *(c.thread for c in self._connections())]:
@@ -153,9 +123,15 @@ class StreamEndpoint:
     def greet(self, connection: Accepted) -> None:
         """After the handshake, before the first frame. Raises to refuse."""
 
-    def land(self, connection: Accepted, peer: PeerId, header: UnitHeader, head: Head) -> None:
-        """Move one unit into the region and tell the sink."""
+    def serve(self, connection: Accepted, peer: PeerId, head: Head) -> None:
+        """One frame of an admitted peer. Raises PdxferError to end the connection."""
         raise NotImplementedError
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """A connection that was past its handshake has ended."""
+
+    def closing(self) -> None:
+        """Nobody is accepted any more; connections are cut next."""
 
     # ---- accepting -------------------------------------------------------------------------------------------------
 
@@ -190,7 +166,7 @@ class StreamEndpoint:
         try:
             self._handshake(connection, sock)
             while True:
-                self._next(connection, frames.receive_head())
+                self._serve_next(connection, frames.receive_head())
         except PdxferError as error:
             reason = str(error)
         except Exception as error:  # a bug of ours or of the sink must not leave a claim or a peer hanging
@@ -204,7 +180,7 @@ class StreamEndpoint:
                 log.debug("%s connection refused: %s", self.kind, reason)
             else:
                 log.debug("%s connection of %s ended: %s", self.kind, describe(connection.peer), reason)
-                self.sink.lost(connection.peer, reason)
+                self.lost(connection.peer, reason)
 
     def _handshake(self, connection: Accepted, sock: socket.socket) -> None:
         try:
@@ -219,9 +195,68 @@ class StreamEndpoint:
         if not self.admission.admits(peer):
             raise ChannelError(f"{describe(peer)} was admitted no more when its handshake ended")
 
-    def _next(self, connection: Accepted, head: Head) -> None:
-        frames, peer = connection.frames, connection.peer
-        assert peer is not None
+    def _serve_next(self, connection: Accepted, head: Head) -> None:
+        assert connection.peer is not None
+        self.serve(connection, connection.peer, head)
+
+
+class StreamEndpoint(StreamServer):
+    """Base of TcpEndpoint and LocalEndpoint; see transport/base.py for the contract."""
+
+    writes_here = True
+
+    def __init__(self, options: EndpointOptions, me: PeerId, region: Region, sink: Sink, server: socket.socket) -> None:
+        super().__init__(options, me, server)
+        self.region, self.sink = region, sink
+        self._channels: set[Channel] = set()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            state = "closed" if self._stopping.is_set() else "open"
+            return f"<{type(self).__name__} {state} peers_in={len(self._accepted)} peers_out={len(self._channels)}>"
+
+    @property
+    def generation(self) -> int:
+        """Constant: a fence cuts connections, the address stays."""
+        return 0
+
+    def has(self, peer: PeerId) -> bool:
+        """See Endpoint."""
+        return any(c.peer == peer and not c.frames.closing for c in self._connections())
+
+    def tell(self, peer: PeerId, control: Control) -> None:
+        """See Endpoint."""
+        for connection in self._connections():
+            if connection.peer == peer and not connection.frames.closing:
+                connection.frames.send(FrameType.CONTROL, _encode(control))
+                return
+        raise ChannelError(f"{describe(peer)} has no {self.kind} connection to this node")
+
+    def fence(self, peer: PeerId) -> None:
+        """See Endpoint: cuts all connections of the peer."""
+        for connection in self._connections():
+            if connection.peer == peer:
+                connection.fence()
+
+    def attend(self, active: bool) -> None:
+        """Nothing to do: threads sleep in the kernel until bytes come."""
+
+    # ---- as a StreamServer -----------------------------------------------------------------------------------------
+
+    def closing(self) -> None:
+        """Close what goes out, too."""
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """The sink is told."""
+        self.sink.lost(peer, reason)
+
+    def serve(self, connection: Accepted, peer: PeerId, head: Head) -> None:
+        """A unit, a control, or a probe."""
+        frames = connection.frames
         meta = frames.receive_meta(head)
         match head.type:
             case FrameType.UNIT:
@@ -232,6 +267,10 @@ class StreamEndpoint:
                 frames.send(FrameType.PROBED, meta)
             case _:
                 raise ProtocolError(f"{head.type.name} frame from a sender")
+
+    def land(self, connection: Accepted, peer: PeerId, header: UnitHeader, head: Head) -> None:
+        """Move one unit into the region and tell the sink."""
+        raise NotImplementedError
 
     # ---- used by channels ------------------------------------------------------------------------------------------
 
