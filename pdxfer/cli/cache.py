@@ -26,8 +26,11 @@ VERBS = {
     "clear": ("Remove values: a prompt's, tenant's, tier's, old ones, or all.", "pdxfer cache clear --tier disk"),
     "pin": ("Never evict a prompt's values.", "pdxfer cache pin --text-file system.txt --ttl 86400"),
     "unpin": ("Let a prompt's values be evicted again.", "pdxfer cache unpin --text-file system.txt"),
-    "move": ("Move values to another tier.", "pdxfer cache move --tier dram --to-tier disk --tenant a"),
-    "copy": ("Copy values to another tier.", "pdxfer cache copy --text-file system.txt --to-tier redis"),
+    "move": ("Move values to another tier or node.", "pdxfer cache move --tier dram --to-tier disk --tenant a"),
+    "copy": (
+        "Copy values to another tier or node.",
+        "pdxfer cache copy --text-file system.txt --from-engine p0 --engine p1 --to-tier dram",
+    ),
     "compress": ("Store values under a codec.", "pdxfer cache compress --tier disk --codec zstd --everything"),
     "decompress": ("Store values raw again.", "pdxfer cache decompress --tier disk --everything"),
     "prefetch": ("Bring a prompt's values to memory.", "pdxfer cache prefetch --text-file system.txt"),
@@ -56,6 +59,7 @@ def _add(verb: str, text: str, example: str) -> None:
         engine: Annotated[list[str] | None, typer.Option(help="Only on this engine; may be repeated.")] = None,
         tier: Annotated[str, typer.Option(help="Only this tier.")] = "",
         to_tier: Annotated[str, typer.Option(help="move, copy, prefetch: where to.")] = "",
+        from_engine: Annotated[str, typer.Option(help="move, copy: out of this engine's tiers.")] = "",
         tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
         everything: Annotated[bool, typer.Option("--everything", help="All values.")] = False,
         older_than: Annotated[float, typer.Option(min=0, help="Only values older than so many seconds.")] = 0.0,
@@ -73,7 +77,7 @@ def _add(verb: str, text: str, example: str) -> None:
     ) -> None:
         given = {
             **_prompt(text_, text_file, chat_file, tokens_file), "model": model, "salt": salt, "engines": engine or [],
-            "tier": tier, "to_tier": to_tier, "tenant": tenant, "everything": everything,
+            "tier": tier, "to_tier": to_tier, "from_engine": from_engine, "tenant": tenant, "everything": everything,
             "older_than_s": older_than, "codec": codec, "ttl_s": ttl, "path": path, "repair": repair,
         }  # fmt: skip
         client = connect(url, token_file, config, set_)

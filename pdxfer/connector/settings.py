@@ -36,6 +36,8 @@ class ConnectorSettings:
     """ZMQ endpoint of the router; empty runs without one."""
     halves_path: str
     security: ClientSecurity | None = None
+    allow_insecure: bool = False
+    """The cluster runs without keys on purpose."""
     channels: tuple[str, ...] = ("local", "nixl", "tcp")
     options: EndpointOptions = field(default_factory=EndpointOptions)
     chunk_tokens: int = 256
@@ -79,6 +81,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         router=router,
         halves_path=socket_path(run_id),
         security=load_client_security(Path(keys_dir).expanduser()) if keys_dir else None,
+        allow_insecure=ours.security.allow_insecure,
         channels=tuple(transport.channels),
         options=_options(ours, router),
         chunk_tokens=transport.chunk_tokens,

@@ -54,6 +54,7 @@ class WorkerHalf:
                 halves_path=settings.halves_path,
                 router=settings.router,
                 security=settings.security,
+                allow_insecure=settings.allow_insecure,
                 options=settings.options,
                 chunk_blocks=max(1, settings.chunk_tokens // block_size),
                 digest_every=DIGEST_EVERY[settings.integrity],

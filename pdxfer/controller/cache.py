@@ -30,8 +30,8 @@ VERBS: dict[StoreVerb, str] = {
     "clear": "Remove values: a prompt's, a tenant's, a tier's, those older than something, or everything.",
     "pin": "Never evict a prompt's values, for a while or until unpinned; survives a restart, bounded by a quota.",
     "unpin": "Let a prompt's values be evicted again.",
-    "move": "Move values to another tier of the node; the old copy goes when the new one is verified.",
-    "copy": "Copy values to another tier of the node; a tier that nodes share takes them to the others.",
+    "move": "Move values to another tier, or from another node; the old copy goes when the new one is verified.",
+    "copy": "Copy values to another tier, or from another node.",
     "compress": "Store values under a codec, in place; the old copy is visible until the new one is verified.",
     "decompress": "Store compressed values raw again.",
     "prefetch": "Bring a prompt's values to a faster tier before they are needed.",
@@ -62,6 +62,9 @@ class CacheRequest(BaseModel):
     engines: list[_Name] = Field(default=[], max_length=1024, description="Only on these; empty: on all with a store")
     tier: _Name = Field(default="", description="Only this tier; empty: all")
     to_tier: _Name = ""
+    from_engine: _Name = Field(
+        default="", description="move, copy: take the values out of this engine's tiers, onto the nodes of `engines`"
+    )
     tenant: _Name = ""
     everything: bool = Field(default=False, description="clear, verify: all values; never the default")
     older_than_s: float = Field(default=0.0, ge=0, le=1e9)
@@ -88,7 +91,9 @@ class CacheRequest(BaseModel):
             return f"{verb} needs to know which values: a prompt, tier, tenant, older_than_s, or everything"
         if verb in ("move", "copy") and not self.to_tier:
             return f"{verb} needs to_tier"
-        if verb in ("move", "compress", "decompress") and not self.tier:
+        if self.from_engine and verb not in ("move", "copy"):
+            return f"from_engine goes with move and copy; {verb} works on the engines named in engines"
+        if verb in ("move", "compress", "decompress") and not (self.tier or self.from_engine):
             return f"{verb} needs tier: where the values are"
         if verb == "compress" and not self.codec:
             return "compress needs a codec, as `pdxfer codec list` shows them"
@@ -99,9 +104,9 @@ class CacheRequest(BaseModel):
     def args(self, tokens: list[int]) -> StoreArgs:
         """As workers read it."""
         return StoreArgs(
-            tokens=tokens, salt=self.salt, tier=self.tier, to_tier=self.to_tier, tenant=self.tenant,
-            everything=self.everything, older_than_s=self.older_than_s, codec=self.codec, ttl_s=self.ttl_s,
-            path=self.path, repair=self.repair,
+            tokens=tokens, salt=self.salt, tier=self.tier, to_tier=self.to_tier, from_engine=self.from_engine,
+            tenant=self.tenant, everything=self.everything, older_than_s=self.older_than_s, codec=self.codec,
+            ttl_s=self.ttl_s, path=self.path, repair=self.repair,
         )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ class Operations:
         now, wall = self._clock.now(), self._clock.wall()
         parts = {
             (engine.engine_id, rank.rank): _Part(engine.engine_id, engine.incarnation, rank.rank)
-            for engine in _targets(snapshot.engines, engines)
+            for engine in _targets(snapshot.engines, engines, verb, args.from_engine)
             for rank in engine.ranks
         }
         if verb == "export" and len(parts) > 1 and "{engine}" not in args.path and "{rank}" not in args.path:
@@ -232,13 +232,21 @@ class Operations:
             log.info("%s %s: %s", operation.verb, operation.id, _state(operation))
 
 
-def _targets(engines: list[EngineView], named: tuple[str, ...]) -> list[EngineView]:
-    """The engines that are meant. Raises Unfit if one cannot be asked."""
+def _targets(engines: list[EngineView], named: tuple[str, ...], verb: StoreVerb, from_engine: str) -> list[EngineView]:
+    """The engines that are meant: those that take, where values come from another one. Raises Unfit if one cannot be
+    asked."""
     usable = {engine.engine_id: engine for engine in engines if engine.state in ("ready", "draining")}
     missing = [engine_id for engine_id in named if engine_id not in usable]
     if missing:
         raise Unfit(f"no engine {', '.join(missing)} can be asked now; there are: {', '.join(usable) or 'none'}")
+    if from_engine and from_engine not in usable:
+        raise Unfit(f"no engine {from_engine} to take values from; there are: {', '.join(usable) or 'none'}")
+    if from_engine in named:
+        raise Unfit(f"engine {from_engine} cannot take values from itself: name others in engines")
+    if from_engine and verb == "move" and len(named) != 1:
+        raise Unfit("a move between nodes goes to one: name it in engines (copy can go to several)")
     found = [usable[engine_id] for engine_id in named] if named else list(usable.values())
+    found = [engine for engine in found if engine.engine_id != from_engine]
     with_store = [engine for engine in found if any(rank.tiers for rank in engine.ranks)]
     if not with_store:
         raise Unfit("no engine that is meant has a store: set store.enabled on the engines")

@@ -55,6 +55,8 @@ NODE_COUNTS: dict[str, tuple[str, str]] = {
     "stored_values": ("values", "Values that tiers took; a chunk kept in two tiers counts twice."),
     "corrupt_chunks": ("chunks", "Stored values that were damaged or foreign, and were removed."),
     "spilled_prompts": ("prompts", "Prompts whose KV went to the store because no grant came."),
+    "served_values": ("values", "Stored values that other nodes read from this one."),
+    "served_bytes": ("bytes", "Their bytes."),
     "corrupt_units": ("units", "Units whose digest was wrong on arrival; they were not used."),
     "rejected_units": ("units", "Units that no live grant expected; they were not taken."),
 }

@@ -17,6 +17,7 @@ from pdxfer.node.integrity import Integrity
 from pdxfer.node.lane import Lane, Report
 from pdxfer.node.operator import Operator
 from pdxfer.node.outgoing import Ready
+from pdxfer.node.peering import Peering, PeeringSettings
 from pdxfer.node.plan import SavePlan, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender
@@ -77,6 +78,8 @@ class NodeSettings:
     router: str
     """ZMQ endpoint of the router; empty: no router (store mode)."""
     security: ClientSecurity | None = None
+    allow_insecure: bool = False
+    """The operator does without keys (security.allow_insecure)."""
     options: EndpointOptions = field(default_factory=EndpointOptions)
     chunk_blocks: int = 2
     """Blocks a chunk."""
@@ -179,7 +182,17 @@ class Node:
     def _open_store(self, settings: StoreSettings) -> StoreSide:
         block_size = self._region.layout.block_size
         blocks = settings.blocks or HostBlocks(self._region)
-        return StoreSide(settings, self._settings.rank, block_size, blocks, self._report, self._clock)
+        return StoreSide(
+            settings, self._settings.rank, block_size, blocks, self._report, self._clock, self._peering(settings)
+        )
+
+    def _peering(self, settings: StoreSettings) -> Peering | None:
+        """Other nodes' stores are found through the router."""
+        mine = self._settings
+        if not mine.router:
+            return None
+        is_secure = mine.security is not None or mine.allow_insecure
+        return Peering(PeeringSettings(options=mine.options, is_secure=is_secure), settings.config)
 
     def chunk_keys(self, args: StoreArgs) -> list[bytes]:
         """Keys of a prompt's chunks on this rank, where KV is kept."""
@@ -188,7 +201,7 @@ class Node:
 
     def _make_operator(self, store: StoreSide) -> Operator:
         settings = self._settings
-        verbs = Verbs(settings.engine_id, settings.rank, self._cut())
+        verbs = Verbs(settings.engine_id, settings.rank, self._cut(), store.peering)
         return Operator(settings.rank, store.thread, verbs, self._tell_router, self._clock)
 
     def _cut(self) -> Cut:
@@ -219,6 +232,8 @@ class Node:
             return  # store mode: nobody sends to us
         self._endpoints = self._open_endpoints(self._me)
         self.receiver.start(self._endpoints)
+        if self.store is not None and self.store.peering is not None:
+            self.store.peering.join(self._me, self.store.thread)
         self._halves.send(Listening(rank=settings.rank, addresses=self._addresses()))
         with self._lock:
             if self._is_closed:
@@ -256,6 +271,7 @@ class Node:
     def _hello(self) -> list[Message]:
         assert self._me is not None
         self._generations = tuple(e.generation for e in self._endpoints)
+        peering = self.store.peering if self.store is not None else None
         return [
             WorkerHello(
                 engine_id=self._me.engine_id,
@@ -263,6 +279,7 @@ class Node:
                 rank=self._me.rank,
                 addresses=self._addresses(),
                 generation=sum(self._generations),
+                store=peering.address if peering is not None else None,
             )
         ]
 
@@ -275,6 +292,8 @@ class Node:
         tiers = self.store.reports() if self.store is not None else []
         problems = [problem[:500] for problem in self._integrity.problems()][:8] if self._integrity else []
         counts = {"corrupt_units": self.receiver.num_corrupt, "rejected_units": self.receiver.num_rejected}
+        if self.store is not None and self.store.peering is not None:
+            counts |= self.store.peering.counts
         return Heartbeat(
             incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers, counts=counts, problems=problems
         )
@@ -306,6 +325,8 @@ class Node:
         if pool is not None:
             pool.update(list(peers.nodes), peers.secret)
             pool.announce()
+        if self.store is not None and self.store.peering is not None:
+            self.store.peering.meet(peers)
         self.sender.keep_lanes(frozenset(node.engine_id for node in peers.nodes))
 
     def _on_ready(self, peer: PeerId, kind: str, reason: str) -> None:

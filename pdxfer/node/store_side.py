@@ -18,6 +18,7 @@ from pdxfer.kv.chunks import identity_digest
 from pdxfer.node.loader import Loader
 from pdxfer.node.lookup import Lookup
 from pdxfer.node.outgoing import Ready
+from pdxfer.node.peering import Peering
 from pdxfer.node.plan import SavePlan
 from pdxfer.node.saver import Saver
 from pdxfer.node.store_blocks import Blocks
@@ -71,15 +72,16 @@ class StoreSide:
         blocks: Blocks,
         report: Callable[[ToScheduler], None],
         clock: Clock,
+        peering: Peering | None = None,
     ) -> None:
-        """Opens the tiers; ConfigError for what a user has to change."""
-        self._rank, self._report = rank, report
+        """Opens the tiers; ConfigError for what a user has to change. Without `peering` it is alone."""
+        self._rank, self._report, self.peering = rank, report, peering
         self._counted: dict[str, int] = {}
         self._counting = threading.Lock()
         config = _own(settings)
 
         async def make() -> TieredStore:
-            tiers = await open_tiers(config, clock)
+            tiers = await open_tiers(config, clock, peering.tiers if peering is not None else {})
             identity, codecs, form = identity_digest(settings.identity), settings.codecs, settings.form
             return TieredStore(tiers, config, identity, clock=clock, codecs=codecs, form=form, dtype=settings.dtype)
 
@@ -149,7 +151,9 @@ class StoreSide:
             self._report(StoreCounts(rank=self._rank, counts=more))
 
     def close(self) -> None:
-        """Write back what only memory has, close the tiers."""
+        """Leave the peers, write back what only memory has, close the tiers."""
+        if self.peering is not None:
+            self.peering.close()
         self.thread.close(CLOSE_S)
 
     def _held(self, store: TieredStore, batch: Batch) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from pdxfer.core.errors import ConfigError
 from pdxfer.kv.chunks import Scheme, chunk_keys, extra_bytes
+from pdxfer.node.peering import Peering
 from pdxfer.store import manage, manage_copy, portable, scrub
+from pdxfer.store.base import Entry
 from pdxfer.store.manage import Progress
+from pdxfer.store.peer.pull import Pull
 from pdxfer.store.tiered import TieredStore
 from pdxfer.wire.manage import StoreArgs, StoreOp
 
@@ -40,8 +43,8 @@ class Cut:
 class Verbs:
     """Implements operator.Handler for one rank."""
 
-    def __init__(self, engine_id: str, rank: int, cut: Cut) -> None:
-        self._engine_id, self._rank, self._cut = engine_id, rank, cut
+    def __init__(self, engine_id: str, rank: int, cut: Cut, peering: Peering | None = None) -> None:
+        self._engine_id, self._rank, self._cut, self._peering = engine_id, rank, cut, peering
 
     async def __call__(self, store: TieredStore, op: StoreOp, progress: Progress) -> dict[str, object]:
         """Do it. Store's loop. Raises PdxferError for what cannot be done as asked."""
@@ -74,6 +77,8 @@ class Verbs:
         self, store: TieredStore, op: StoreOp, progress: Progress, keys: Sequence[bytes] | None
     ) -> manage_copy.Copied:
         args = op.args
+        if args.from_engine:
+            return await self._pulling(store, op, progress, keys)
         if keys is None:
             keys = await _all_keys(store, args)
         if op.verb == "copy":
@@ -84,6 +89,20 @@ class Verbs:
             return await manage_copy.prefetch(store, progress, keys, args.to_tier, args.tenant)
         codec = "raw" if op.verb == "decompress" else args.codec
         return await manage_copy.compress(store, progress, keys, args.tier, codec)
+
+    async def _pulling(
+        self, store: TieredStore, op: StoreOp, progress: Progress, keys: Sequence[bytes] | None
+    ) -> manage_copy.Copied:
+        """Out of another node's tiers."""
+        args = op.args
+        if self._peering is None:
+            raise ConfigError("this node knows no other: start the engine with a router")
+        link = self._peering.link(args.from_engine)
+        pull = Pull(store, link, to_tier=args.to_tier, from_tier=args.tier)
+        if keys is None:
+            wall = store.clock.wall()
+            keys = [entry.key async for page in pull.listing() for entry in page if _is_meant(entry, args, wall)]
+        return await pull.run(progress, keys, remove=op.verb == "move")
 
     def _looked_up(self, found: manage.PrefixInfo, num_tokens: int) -> dict[str, object]:
         """Prefix lengths also in tokens: what callers think in."""
@@ -120,10 +139,11 @@ async def _all_keys(store: TieredStore, args: StoreArgs) -> list[bytes]:
         async for page in manage.pages(store, slot, None):
             if page is None:
                 raise ConfigError(f"tier {slot.name} does not answer, so its values are not known; try again later")
-            for entry in page:
-                is_old = not args.older_than_s or (
-                    entry.created_wall > 0 and wall - entry.created_wall >= args.older_than_s
-                )
-                if is_old and (not args.tenant or entry.tenant == args.tenant):
-                    keys[entry.key] = None
+            keys |= {entry.key: None for entry in page if _is_meant(entry, args, wall)}
     return list(keys)
+
+
+def _is_meant(entry: Entry, args: StoreArgs, wall: float) -> bool:
+    """By tenant and age."""
+    is_old = not args.older_than_s or (entry.created_wall > 0 and wall - entry.created_wall >= args.older_than_s)
+    return is_old and (not args.tenant or entry.tenant == args.tenant)

@@ -8,7 +8,7 @@ told about each lost engine.
 import math
 from collections.abc import Callable
 
-from pdxfer.router.eligibility import Mismatches, is_eligible, may_exchange, peer_node, reasons
+from pdxfer.router.eligibility import Mismatches, is_eligible, kind_of, may_exchange, peer_node, reasons, store_nodes
 from pdxfer.router.members import Engine, Identity, Link, Proxy, Worker, difference
 from pdxfer.router.outbox import Outbox
 from pdxfer.router.settings import RouterSettings
@@ -321,10 +321,13 @@ class Cluster:
 
     def _tell_peers(self) -> None:
         joined = [engine for engine in self.engines.values() if engine.is_joined]
+        stores = store_nodes(joined)
         for engine in joined:
             others = [e for e in joined if e is not engine and may_exchange(engine, e, self._mismatches)]
+            kind = kind_of(engine)
             for rank, worker in engine.workers.items():
-                nodes = tuple(peer_node(other, rank) for other in others if rank in other.workers)
-                if nodes != worker.told:
-                    worker.told = nodes
-                    self._out.send(Peers(nodes=list(nodes), secret=self._secret), worker.link.route)
+                nodes = [peer_node(other, rank) for other in others if rank in other.workers]
+                peers = Peers(nodes=nodes, secret=self._secret, stores=stores.get((kind, rank), []))
+                if peers != worker.told:
+                    worker.told = peers
+                    self._out.send(peers, worker.link.route)

@@ -1,12 +1,15 @@
 """Which engines may exchange KV, which pairs are open, and why others are not. Pure functions over the records."""
 
+from collections import defaultdict
 from collections.abc import Collection
 
 from pdxfer.router.members import Engine
-from pdxfer.wire.messages import PeerNode
+from pdxfer.wire.messages import PeerNode, StoreNode
 
 Mismatches = dict[tuple[str, str], str]
 """(prefill, decode) → why they cannot exchange KV."""
+Kind = frozenset[tuple[str, str]]
+"""A fingerprint and the number of ranks: engines of one kind can use each other's stored chunks."""
 
 
 def is_eligible(prefill: Engine, decode: Engine, mismatches: Mismatches) -> bool:
@@ -32,6 +35,26 @@ def peer_node(engine: Engine, rank: int) -> PeerNode:
         engine_id=engine.engine_id, incarnation=engine.incarnation, rank=rank, role=engine.hello.role,
         addresses=hello.addresses, generation=hello.generation,
     )  # fmt: skip
+
+
+def kind_of(engine: Engine) -> Kind:
+    """Of a joined engine."""
+    assert engine.hello is not None
+    return frozenset({**engine.hello.fingerprint, "world_size": str(engine.hello.world_size)}.items())
+
+
+def store_nodes(joined: Collection[Engine]) -> dict[tuple[Kind, int], list[StoreNode]]:
+    """Who serves tiers, by kind and rank."""
+    found: dict[tuple[Kind, int], list[StoreNode]] = defaultdict(list)
+    for engine in joined:
+        for rank, worker in engine.workers.items():
+            if (address := worker.hello.store) is not None:
+                found[kind_of(engine), rank].append(
+                    StoreNode(
+                        engine_id=engine.engine_id, incarnation=engine.incarnation, rank=rank, address=address
+                    )
+                )  # fmt: skip
+    return found
 
 
 def reasons(engines: Collection[Engine], mismatches: Mismatches, now: float) -> list[str]:

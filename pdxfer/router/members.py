@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pdxfer.core.ids import is_engine_id
 from pdxfer.router.credits import Credit
-from pdxfer.wire.messages import Heartbeat, Hello, PeerNode, PeerReady, Role, WorkerHello
+from pdxfer.wire.messages import Heartbeat, Hello, PeerReady, Peers, Role, WorkerHello
 
 _ROUTE = re.compile(rb"([^/#]{1,64})/([A-Za-z0-9._-]{1,64})#[^#]{1,64}")
 _WORKER = re.compile(r"w(\d{1,4})")
@@ -75,8 +75,8 @@ class Worker:
     hello: WorkerHello
     ready: dict[str, PeerReady] = field(default_factory=dict)
     """By peer engine: the last word on the channel to its node of this rank."""
-    told: tuple[PeerNode, ...] | None = None
-    """Peers we sent it last."""
+    told: Peers | None = None
+    """What we sent it last."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -129,6 +129,25 @@ class Mirror:
         self._seq = max(self._seq, batch.seq)
         return True
 
+    def __repr__(self) -> str:
+        return f"<Mirror {' '.join(f'{tier}={len(keys)}' for tier, keys in self._tiers.items())} seq={self._seq}>"
+
+    def __len__(self) -> int:
+        """Keys, over all tiers."""
+        return sum(map(len, self._tiers.values()))
+
+    @property
+    def tiers(self) -> list[str]:
+        """Tiers that were spoken of."""
+        return list(self._tiers)
+
+    def forget(self, keys: Iterable[bytes]) -> int:
+        """They turned out not to be there; how many were known."""
+        known = {key for key in keys if key in self}
+        for held in self._tiers.values():
+            held -= known
+        return len(known)
+
     def __contains__(self, key: bytes) -> bool:
         return any(key in keys for keys in self._tiers.values())
 

@@ -89,13 +89,14 @@ class Pinned:
 
 
 def slots_of(store: TieredStore, tier: str) -> list[TierSlot]:
-    """The named tier, or all. ConfigError names those there are."""
+    """The named tier, or all that are this store's to manage. ConfigError names those there are."""
+    own = [slot for slot in store.slots if not slot.foreign]
     if not tier:
-        return list(store.slots)
-    found = [slot for slot in store.slots if slot.name == tier]
+        return own
+    found = [slot for slot in own if slot.name == tier]
     if not found:
-        names = ", ".join(slot.name for slot in store.slots)
-        raise ConfigError(f"this store has no tier {tier!r}; it has {names}")
+        names = ", ".join(slot.name for slot in own)
+        raise ConfigError(f"this store has no tier {tier!r} of its own; it has {names}")
     return found
 
 

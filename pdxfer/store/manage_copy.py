@@ -80,7 +80,8 @@ async def _copy(
     remove: bool,
 ) -> Copied:
     [target] = slots_of(store, to_tier) if to_tier else slots_of(store, "?")
-    sources = [slot for slot in slots_of(store, from_tier) if slot is not target]
+    known = slots_of(store, from_tier) if from_tier else store.slots
+    sources = [slot for slot in known if slot is not target]
     if not sources:
         raise ConfigError(f"a chunk cannot be copied from tier {from_tier} to itself")
     counts: Counter[str] = Counter()
@@ -91,7 +92,7 @@ async def _copy(
         for key, said in zip(part, outcomes, strict=True):
             (counts if said in ("done", "already", "missing") else failed)[said] += 1
             if remove and said in ("done", "already"):
-                counts[await _remove(store, sources, key)] += 1
+                counts[await remove_unpinned(store, sources, key)] += 1
         progress(min(begin + AT_ONCE, len(keys)), len(keys))
     return Copied(
         done=counts["done"], already=counts["already"], missing=counts["missing"], removed=counts["removed"],
@@ -111,8 +112,8 @@ async def _copy_one(store: TieredStore, sources: Sequence[TierSlot], target: Tie
     return "done" if await store.reader.check(target, key, soon(store)) is not None else "not readable afterwards"
 
 
-async def _remove(store: TieredStore, sources: Sequence[TierSlot], key: bytes) -> str:
-    """removed, kept_pinned or absent."""
+async def remove_unpinned(store: TieredStore, sources: Sequence[TierSlot], key: bytes) -> str:
+    """One value out of these tiers: removed, kept_pinned or absent."""
     said = "absent"
     for slot in sources:
         [entry] = await slot.lookup([key], soon(store)) or [None]

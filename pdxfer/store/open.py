@@ -5,7 +5,7 @@ A tier class is constructed as
     Cls(config: TierConfig, clock: Clock, *, tenant_quota: Mapping[str, int] = {}, pin_fraction: float = 0.5)
 
 (quotas in bytes), then `await tier.open()`. Third parties register such classes by the entry point group `pdxfer.tiers`
-(name = scheme), or the URL is `module:Class`. `peer:` is not here: it needs the router, so the node makes it.
+(name = scheme), or the URL is `module:Class`. `peer:` needs the node's links to its peers, so the node hands its class.
 """
 
 import importlib
@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any, cast
 
 from msgspec import structs
@@ -48,6 +49,8 @@ BUILT_IN = {
 }
 """Scheme → module:class."""
 
+PEER = "peer"
+"""Scheme of what other nodes hold (store/peer/tier.py)."""
 ENTRY_POINTS = "pdxfer.tiers"
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):(?!:)", re.IGNORECASE)
 _MODULE_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -55,21 +58,29 @@ GIB = 1 << 30
 
 
 async def open_tier(
-    config: TierConfig, clock: Clock, *, tenant_quota: Mapping[str, int] | None = None, pin_fraction: float = 0.5
+    config: TierConfig,
+    clock: Clock,
+    *,
+    tenant_quota: Mapping[str, int] | None = None,
+    pin_fraction: float = 0.5,
+    given: Mapping[str, TierFactory] = MappingProxyType({}),
 ) -> Tier:
     """Find the class, construct and open. ConfigError names the URL and what to change."""
-    factory = find_factory(config.url)
+    factory = given.get(scheme_of(config.url)) or find_factory(config.url)
     tier = factory(config, clock, tenant_quota=tenant_quota or {}, pin_fraction=pin_fraction)
     await tier.open()
     return tier
 
 
-async def open_tiers(config: StoreConfig, clock: Clock) -> list[Tier]:
-    """All of `store.tiers`, in order; what was opened is closed again if a later one cannot be."""
+async def open_tiers(
+    config: StoreConfig, clock: Clock, given: Mapping[str, TierFactory] = MappingProxyType({})
+) -> list[Tier]:
+    """All of `store.tiers`, in order; what was opened is closed again if a later one cannot be. `given`: classes by
+    scheme that only the caller can construct."""
     tiers: list[Tier] = []
     try:
         for tier in config.tiers:
-            tiers.append(await open_tier(_shared(tier, config.shared_memory), clock, **limits(config)))
+            tiers.append(await open_tier(_shared(tier, config.shared_memory), clock, **limits(config), given=given))
     except BaseException:
         for tier_ in reversed(tiers):
             await tier_.close()
@@ -92,6 +103,10 @@ def scheme_of(url: str) -> str:
 def find_factory(url: str) -> TierFactory:
     """The class that serves this URL. ConfigError for an unknown scheme (nearest named) or a missing library."""
     name = scheme_of(url)
+    if name == PEER:
+        raise ConfigError(
+            f"store.tiers: url {url!r} reads other nodes' tiers, which the router names: start the engine with a router"
+        )
     if name in BUILT_IN:
         return _load(BUILT_IN[name], url)
     for entry in entry_points(group=ENTRY_POINTS, name=name):
@@ -119,7 +134,7 @@ def _load(path: str, url: str) -> TierFactory:
 
 
 def _unknown(name: str, url: str) -> str:
-    known = sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+    known = sorted({PEER, *BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "known schemes: " + ", ".join(known)
     return f"store.tiers: url {url!r} has the unknown scheme {name!r}; {hint} (or module:Class for a class of your own)"

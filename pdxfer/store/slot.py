@@ -10,6 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import Clock
 from pdxfer.store.base import KEY_BYTES, Buffer, Entry, EvictionNotices, Lease, Outcome, Reservation, Tier
@@ -24,6 +26,8 @@ IN_MEMORY = frozenset({"dram", "gpu"})
 """Kinds whose values are read and written in place."""
 LOCAL = frozenset({"dram", "gpu", "disk", "file", "lmdb", "sqlite", "nixl-posix"})
 """Kinds that belong to this host: their keys can be listed and mirrored."""
+FOREIGN = frozenset({"peer"})
+"""Kinds that only show what is another store's: read, never written, never managed from here."""
 PATIENCE_S = 0.05
 """A call that was given less than this and did not make it says nothing about the tier."""
 GRACE_S = 0.02
@@ -39,7 +43,8 @@ class TierSlot:
         self.name = name
         """The tier's kind; a second one of that kind is `kind-2`."""
         self.tier = tier
-        self.config = config
+        self.foreign = tier.kind in FOREIGN
+        self.config = structs.replace(config, write="none") if self.foreign else config
         self.codec = config.codec
         """How values are kept here (tiered.py falls back to raw where a codec cannot be used)."""
         self.in_memory = tier.kind in IN_MEMORY

@@ -85,15 +85,8 @@ class TcpEndpoint(StreamEndpoint):
         return channel
 
     def tune(self, sock: socket.socket) -> None:
-        """No delay for small frames; a dead host is noticed although nothing is sent (keepalive) or while sending."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            timeout_ms = int(self.options.write_timeout_s * 1000)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+        """See keep_alive."""
+        keep_alive(sock, self.options.write_timeout_s)
 
     def land(self, connection: Accepted, peer: PeerId, header: UnitHeader, head: Head) -> None:
         """Receive one unit into its claimed place, or drop it unread by anybody."""
@@ -124,6 +117,17 @@ class TcpChannel(StreamChannel):
         source = iovecs(self._endpoint.region.layout.base, unit.source)
         self._send(FrameType.UNIT, _encode(unit.header), source)
         self._finished(UnitResult(header=unit.header))
+
+
+def keep_alive(sock: socket.socket, write_timeout_s: float) -> None:
+    """No delay for small frames; a dead host is noticed although nothing is sent (keepalive) or while sending."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_timeout_s * 1000))
 
 
 def listen(bind: str, ports: tuple[int, int]) -> socket.socket:

@@ -124,11 +124,12 @@ class UcxEndpoint(TcpEndpoint):
                 connection.land_or_fail()
                 scatter(piece, next(targets, []))
 
-    def _next(self, connection: Accepted, head: Head) -> None:
+    def serve(self, connection: Accepted, peer: PeerId, head: Head) -> None:
+        """As StreamEndpoint; a probe crosses the link, too."""
         if head.type is FrameType.PROBE:
             assert isinstance(connection, _Source) and connection.link is not None
             self._receive_small(connection.link, PROBE, self.options.write_timeout_s)
-        super()._next(connection, head)
+        super().serve(connection, peer, head)
 
     def _receive_small(self, link: UcxLink, expected: bytes, timeout_s: float) -> None:
         for piece in link.pull(len(expected), timeout_s):

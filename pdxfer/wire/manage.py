@@ -35,6 +35,8 @@ class StoreArgs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: Id = ""
     """Where; empty: every tier."""
     to_tier: Id = ""
+    from_engine: Id = ""
+    """move, copy: out of this engine's tiers (`tier`: of that one alone); empty: between tiers of the node."""
     tenant: Id = ""
     everything: bool = False
     """clear, verify: all values. Never the default."""

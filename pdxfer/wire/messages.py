@@ -65,6 +65,13 @@ class Hello(Message, frozen=True, tag="hello"):
     """Unsettled transfers, so that a restarted router rebuilds its leases."""
 
 
+class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node serves its local tiers to its peers (store/peer/)."""
+
+    host: Text
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """W → R. A rank is warm and listens."""
 
@@ -75,6 +82,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """In the node's order of preference."""
     generation: int
     """Of its agents: grows when a fence replaced them."""
+    store: StoreAddress | None = None
+    """None: it serves no tier to others."""
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,12 +149,23 @@ class PeerNode(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
+class StoreNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker half whose tiers others may read."""
+
+    engine_id: Id
+    incarnation: int
+    rank: int
+    address: StoreAddress
+
+
 class Peers(Message, frozen=True, tag="peers"):
     """R → W. All nodes of your rank that you may exchange KV with; replaces the previous list."""
 
     nodes: list[PeerNode]
     secret: Annotated[bytes, msgspec.Meta(max_length=64)]
     """Minted by the router; nodes prove to each other that they know it before a byte of KV moves."""
+    stores: list[StoreNode] = []
+    """Nodes of your rank and fingerprint, you included, whatever their roles, that serve their tiers."""
 
 
 class PeerReady(Message, frozen=True, tag="peer_ready"):

@@ -265,7 +265,7 @@ class RemoteTier:
             return None
         lend = self._lender(end)
         try:
-            return await server.run(lambda session: session.read(key, lend, end), end, drop=_give_back)
+            return await server.run(lambda session: session.read(key, lend, end), end, drop=give_back)
         except ServerError as error:
             log.debug("%s: get of %s: %s", server.name, key.hex()[:12], error)
             return None
@@ -289,6 +289,6 @@ class RemoteTier:
         return lend
 
 
-def _give_back(buffer: PooledBuffer | None) -> None:
+def give_back(buffer: PooledBuffer | None) -> None:
     if buffer is not None:
         buffer.give_back()

@@ -1,0 +1,93 @@
+"""Nodes that use each other's stores, end to end: fake engines with real tiers, a real router, REST and sockets."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from peer_rig import ALL, NONE, TOKENS, VALUE_BYTES, Store, keys_of, local_tiers, nodes
+from router_kit import wait_until
+from status_rig import serving
+
+from pdxfer.config.store import TierConfig
+from pdxfer.controller.routes import make_app
+from pdxfer.controller.settings import ControllerSettings
+
+pytestmark = pytest.mark.slow
+KEYS = keys_of()
+
+
+class Cluster:
+    """Two nodes, `a` and `b`, and the controller."""
+
+    def __init__(self, stores: dict[str, Store], api: TestClient) -> None:
+        self.a, self.b, self.api = stores["a"], stores["b"], api
+
+    def post(self, verb: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        """A verb; the result of the one node that did it, or the answer if it was not done."""
+        answer = self.api.post(f"/v1/cache/{verb}", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()["parts"][0]["result"]["chunks"] if status == 200 else answer.json()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with serving(heartbeat_s=0.2) as site:
+        tiers = {name: [*local_tiers(tmp_path / name), TierConfig(url="peer:")] for name in "ab"}
+        with (
+            nodes(site.router.endpoint, tiers) as stores,
+            TestClient(make_app(site.router, ControllerSettings())) as api,
+        ):
+            wait_until(lambda: all(e.ranks and e.ranks[0].tiers for e in site.router.snapshot().engines), 20, "stores")
+            yield Cluster(stores, api)
+
+
+def test_a_chunk_that_only_another_node_has_is_a_hit(cluster: Cluster) -> None:
+    """Found by what the peer told, read from it, verified, and kept in memory here from then on."""
+    cluster.a.save(KEYS)
+    wait_until(lambda: cluster.b.held("peer", KEYS) == ALL, 10, "b to know")
+    assert cluster.b.read(KEYS[0]) == (KEYS[0][:1] * VALUE_BYTES, "peer")
+    cluster.api.post("/v1/cache/clear", json={"everything": True, "engines": ["a"]})
+    wait_until(lambda: cluster.b.held("peer", KEYS) == NONE, 10, "b to know that they are gone")
+    assert cluster.b.read(KEYS[1]) is None
+
+
+def test_values_move_and_are_copied_between_nodes_both_ways(cluster: Cluster) -> None:
+    """A copy stays at its source, a moved value leaves it, and doing it twice changes nothing."""
+    a, b = cluster.a, cluster.b
+    a.save(KEYS, tenant="t")
+    there = {"from_engine": "a", "engines": ["b"], "tokens": TOKENS}
+    assert cluster.post("copy", **there, to_tier="disk")["done"] == 4
+    assert (a.held("dram", KEYS), b.held("disk", KEYS), b.held("dram", KEYS)) == (ALL, ALL, NONE)
+    assert cluster.post("copy", **there, to_tier="disk")["already"] == 4
+    moved = cluster.post("move", **there, to_tier="dram")
+    assert (moved["done"], moved["removed"]) == (4, 4)
+    assert (a.held("dram", KEYS), b.held("dram", KEYS)) == (NONE, ALL)
+    again = cluster.post("move", **there, to_tier="dram")
+    assert (again["already"], again["removed"], again["failed"]) == (4, 0, {})
+    back = cluster.post("move", from_engine="b", engines=["a"], tier="disk", everything=True, to_tier="disk")
+    assert (back["done"], back["removed"]) == (4, 4)
+    assert (a.held("disk", KEYS), b.held("disk", KEYS), b.held("dram", KEYS)) == (ALL, NONE, ALL)
+    assert (a.leases(), b.leases()) == (0, 0)
+
+
+def test_what_is_pinned_at_its_source_stays_there(cluster: Cluster) -> None:
+    """As in a move between tiers; the copy is made."""
+    cluster.a.save(KEYS)
+    cluster.api.post("/v1/cache/pin", json={"tokens": TOKENS, "engines": ["a"]})
+    moved = cluster.post("move", from_engine="a", engines=["b"], tokens=TOKENS, to_tier="dram")
+    assert (moved["done"], moved["removed"], moved["kept_pinned"]) == (4, 0, 4)
+    assert (cluster.a.held("dram", KEYS), cluster.b.held("dram", KEYS)) == (ALL, ALL)
+
+
+def test_what_cannot_be_done_between_nodes_is_refused(cluster: Cluster) -> None:
+    """Each refusal says what to change."""
+    for status, body, why in (
+        (409, {"from_engine": "a", "engines": ["a"]}, "from itself"),
+        (409, {"from_engine": "nobody", "engines": ["b"]}, "no engine nobody"),
+        (409, {"from_engine": "a"}, "goes to one"),
+        (502, {"from_engine": "a", "engines": ["b"], "to_tier": "peer"}, "no tier 'peer'"),
+    ):
+        answer = cluster.api.post("/v1/cache/move", json={"tokens": TOKENS, "to_tier": "dram", **body})
+        assert answer.status_code == status and why in answer.text, answer.text
