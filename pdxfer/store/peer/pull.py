@@ -53,7 +53,10 @@ class Pull:
                     (counts if word in _KNOWN else failed)[word] += 1
                 here = [key for key, word in zip(part, said, strict=True) if word in _HERE]
                 if remove and here:
-                    counts.update(await self._moved(here))
+                    words = await self._moved(here)
+                    counts.update(words)
+                    if shared := words.count("kept_shared"):
+                        failed["stays in memory that engines share there"] += shared
                 progress(min(begin + AT_ONCE, len(keys)), len(keys))
         except ServerError as error:
             raise UnreachableError(

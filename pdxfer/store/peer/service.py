@@ -213,8 +213,14 @@ async def _page(store: TieredStore, asked: wire.Page) -> list[Entry | None]:
 
 
 async def _remove(store: TieredStore, asked: wire.Remove) -> list[str]:
+    """Memory that several engines share is left alone: who took the values over may be one of them."""
     slots = served(store, asked.tier)
-    said = [await remove_unpinned(store, slots, key) for key in asked.keys]
+    own = [slot for slot in slots if not slot.shared]
+    said = [await remove_unpinned(store, own, key) for key in asked.keys]
+    for slot in slots:
+        if slot.shared:
+            there = await slot.lookup(asked.keys, store.clock.now() + SERVE_S / 2) or [None] * len(said)
+            said = ["kept_shared" if entry is not None else word for word, entry in zip(said, there, strict=True)]
     store.events.flush()
     return said
 

@@ -107,7 +107,7 @@ class Entries(Talk, tag="entries", frozen=True):
 
 
 class Removed(Talk, tag="removed", frozen=True):
-    """What became of the keys that were to go, one word each: removed, kept_pinned or absent."""
+    """What became of the keys that were to go, one word each: removed, kept_pinned, kept_shared or absent."""
 
     said: Annotated[list[Id], msgspec.Meta(max_length=MAX_KEYS)]
 
