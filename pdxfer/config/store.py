@@ -14,7 +14,8 @@ class TierConfig(Section, frozen=True):
 
     url: Annotated[str, Meta(min_length=1)]
     """`dram:`, `file:///DIR`, `lmdb:///DIR`, `sqlite:///FILE`, `redis://`, `rediss://`, `valkey://`, `memcached://`,
-    `s3://`, `gs://`, `az://`, `mooncake://`, `infinistore://`, `nixl-posix:///DIR`, `peer:` (other nodes' tiers), or `module:Class`."""
+    `s3://`, `gs://`, `az://`, `mooncake://`, `infinistore://`, `nixl-posix:///DIR`, `peer:` (what other nodes keep), or
+    `module:Class`."""
     capacity_gib: Annotated[float, Meta(ge=0)] = 0.0
     """Hard limit in GiB; 0: dram takes min(25 % of memory, the cgroup's limit), disk 10, servers their own."""
     codec: str = "raw"

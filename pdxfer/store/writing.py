@@ -123,6 +123,7 @@ class Writer:
                     outcome = await self.put_frame(slot, chunk.key, frame, deadline, tenant)
                 said[slot.name] = outcome
                 if outcome is Outcome.STORED:
+                    self._events.flush()  # another node is about to be told that it can read it
                     return _held(outcome, said)
                 if outcome is not Outcome.ALREADY:
                     break
