@@ -1,14 +1,17 @@
-"""The cluster of a chaos run: `pdxfer launch --role all` as one child, its processes by name, and whether it is whole.
+"""The cluster of a chaos run: launched as children, its processes by name, and whether it is whole.
 
-The launcher's own supervisor brings killed processes back: that is part of what is tested.
+`pdxfer launch --role all` on the near side; with a link, the last prefill and, if there are several, the last decode
+engine on the far side, each by a launcher of its own. The launchers' supervisors bring killed processes back: that is
+part of what is tested.
 """
 
 import asyncio
+import json
+import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +19,22 @@ from typing import Any
 import aiohttp
 import psutil
 
+from pdxfer.bench.chaos_faults import PROXY, ROUTER, STORE
+from pdxfer.bench.chaos_plan import Plan
 from pdxfer.bench.ttft_errors import BenchError
 
-SERVED_NAME = "chaos"
-_HOST = "127.0.0.1"
 _POLL_S = 0.1
 _PROBE_S = 5.0
 _FRESH_S = 1.0
 """A member silent for longer is not taken for healthy."""
 _STOP_S = 60.0
 _TAIL_LINES = 40
+_WORDS = {
+    ROUTER: ("--role", "router"),
+    PROXY: ("--role", "proxy"),
+    STORE: ("-m", "pdxfer.store.server"),
+}
+"""Process → two neighbouring words of its command line; engines have their port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,57 +45,44 @@ class Life:
     pid: int
     """It leads a group of its own."""
     incarnation: int
-    """As the router knows an engine; 0 for the router itself."""
+    """As the router knows an engine; 0 for others."""
 
 
 class Cluster:
-    """A launched cluster with `prefill` and `decode` engines. `start`, then anything, then `stop`."""
+    """A launched cluster. `start`, then anything, then `stop`."""
 
-    def __init__(self, *, engine: str, num_prefill: int, num_decode: int, log: Path, sets: Sequence[str]) -> None:
-        ports = _free_ports(3 + num_prefill + num_decode)
-        proxy, router, controller = ports[:3]
-        prefill, decode = ports[3 : 3 + num_prefill], ports[3 + num_prefill :]
-        self.proxy, self.controller = f"http://{_HOST}:{proxy}", f"http://{_HOST}:{controller}"
-        self.engine_ports = {f"p{i}": port for i, port in enumerate(prefill)}
-        self.engine_ports |= {f"d{i}": port for i, port in enumerate(decode)}
-        self.log = log
-        settings = (
-            f"engine.kind={engine}", f"model.served_name={SERVED_NAME}", "engine.max_restarts=10000",
-            f"proxy.port={proxy}", f"router.port={router}", f"controller.port={controller}",
-            "network.ports=[0, 0]", f"topology.prefill={_places(prefill)}", f"topology.decode={_places(decode)}", *sets,
-        )  # fmt: skip
-        self._command = [sys.executable, "-m", "pdxfer.cli.main", "launch", "--role", "all", "--config", "cpu-1p1d"]
-        for setting in settings:
-            self._command += ["--set", setting]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def targets(self) -> list[str]:
-        """Processes that may be hurt: all but the proxy, which clients hold connections to."""
-        return ["router", *self.engine_ports]
+    def __init__(self, plan: Plan, log: Path) -> None:
+        self.plan, self.log = plan, log
+        self.proxy, self.controller = plan.proxy_url, plan.controller_url
+        self._launchers: list[subprocess.Popen[bytes]] = []
 
     def url(self, engine_id: str) -> str:
         """HTTP base of one engine."""
-        return f"http://{_HOST}:{self.engine_ports[engine_id]}"
+        return self.plan.engine_url(engine_id)
 
     def start(self) -> None:
         """Start it; `until_whole` says when it can be used."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("w") as out:
-            self._process = subprocess.Popen(self._command, stdout=out, stderr=out, start_new_session=True)
+            for command in self.plan.commands():
+                self._launchers.append(
+                    subprocess.Popen(
+                        command, stdout=out, stderr=out, start_new_session=True, env=os.environ | self.plan.env
+                    )
+                )
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL to everything that is left."""
-        if self._process is None:
-            return
-        left = _children(self._process.pid, recursive=True)
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.to_thread(self._process.wait, _STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        left = [child for launcher in self._launchers for child in _children(launcher.pid, recursive=True)]
+        for launcher in self._launchers:
+            if launcher.poll() is None:
+                launcher.send_signal(signal.SIGTERM)
+        for launcher in self._launchers:
+            try:
+                await asyncio.to_thread(launcher.wait, _STOP_S)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                await asyncio.to_thread(launcher.wait)
         for process in left:
             if process.is_running():
                 process.kill()
@@ -107,6 +103,7 @@ class Cluster:
     async def until_idle(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
         """Wait until nothing is promised, held or wrong anywhere. Raises BenchError with what is left."""
         await self._until(lambda: self._left(session), timeout_s, "something is left after the last request")
+        await self._doctor()
 
     def tail(self) -> str:
         """Last lines of its log."""
@@ -122,10 +119,9 @@ class Cluster:
                 reason = f"{type(error).__name__}: {error}"
             if not reason:
                 return
-            assert self._process is not None
-            code = self._process.poll()
-            if code is not None:
-                raise BenchError(f"pdxfer launch ended with exit code {code} (log: {self.log}):\n{self.tail()}")
+            codes = [code for launcher in self._launchers if (code := launcher.poll()) is not None]
+            if codes:
+                raise BenchError(f"pdxfer launch ended with exit code {codes[0]} (log: {self.log}):\n{self.tail()}")
             if loop.time() > deadline:
                 raise BenchError(f"{what} after {timeout_s:g} s: {reason} (log: {self.log}):\n{self.tail()}")
             await asyncio.sleep(_POLL_S)
@@ -135,7 +131,7 @@ class Cluster:
         if gone is not None and self._pid(gone.name) in (0, gone.pid):
             return f"{gone.name} has not been started again"
         nodes = {node["engine_id"]: node for node in await self._nodes(session)}
-        for name in self.engine_ports:
+        for name in self.plan.engines:
             node = nodes.get(name)
             if node is None:
                 return f"{name} has not joined"
@@ -155,11 +151,17 @@ class Cluster:
         health = await _json(session, self.controller + "/v1/health")
         return "" if health["ok"] else f"health: {health['engines']}"
 
+    async def _doctor(self) -> None:
+        """The integrity check. Raises BenchError with what it found."""
+        command = [sys.executable, "-m", "pdxfer.cli.main", "doctor", "--live", "--json", "--url", self.controller]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+        if done.returncode != 0 or not json.loads(done.stdout)["clean"]:
+            raise BenchError(f"doctor --live after the last request: {done.stdout}{done.stderr}(log: {self.log})")
+
     def _pid(self, name: str) -> int:
-        """Child of the launcher that runs under this name, the leader of a process group; 0 if there is none."""
-        words = ("--role", "router") if name == "router" else ("--port", str(self.engine_ports[name]))
-        assert self._process is not None
-        for child in _children(self._process.pid):
+        """Child of a launcher that runs under this name, the leader of a process group; 0 if there is none."""
+        words = _WORDS.get(name) or ("--port", str(self.plan.engines[name].port))
+        for child in (child for launcher in self._launchers for child in _children(launcher.pid)):
             try:
                 line = child.cmdline()
             except psutil.Error:
@@ -188,15 +190,3 @@ def _children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=recursive)
     except psutil.NoSuchProcess:
         return []
-
-
-def _places(ports: Sequence[int]) -> str:
-    return "[" + ", ".join(f"{{port: {port}}}" for port in ports) + "]"
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server((_HOST, 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -1,4 +1,7 @@
-"""The faults of a chaos run: which there are, a seeded order of them, and how one is done to a process group."""
+"""The faults of a chaos run: which there are, a seeded order of them, and how one is done to a process group.
+
+What is done to the link is in chaos_link.py, to the disk in chaos_disk.py.
+"""
 
 import asyncio
 import os
@@ -10,17 +13,41 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 PAUSE_S = (0.5, 4.0)
-"""How long a stopped process stays stopped: below and above what members notice (1.5 s)."""
+"""How long a stopped process stays stopped, a link cut: below and above what members notice (1.5 s)."""
 GAP_S = (0.3, 1.5)
 """Between the end of one fault's recovery and the next fault."""
+PROXY, ROUTER, STORE, LINK, DISK = "proxy", "router", "store", "link", "disk"
+"""Targets that are no engine; engines are p0, p1 ... and d0, d1 ..."""
 
 
 class Kind(StrEnum):
-    """What is done to a process."""
+    """What is done to a process, to the link, or to the disk."""
 
     kill = "kill -9"
     pause = "SIGSTOP"
     restart = "SIGTERM"
+    cut = "cut"
+    cut_out = "cut one way, out,"
+    """What the near side sends is lost."""
+    cut_back = "cut one way, back,"
+    """What the far side sends is lost."""
+    slow = "throttled"
+    full = "full"
+
+
+_LINK = (Kind.cut, Kind.cut_out, Kind.cut_back, Kind.slow)
+_PROCESS = (Kind.kill, Kind.pause, Kind.restart)
+CUTS = _LINK[:3]
+
+
+def kinds_of(target: str) -> tuple[Kind, ...]:
+    """What can happen to it."""
+    return {LINK: _LINK, DISK: (Kind.full,)}.get(target, _PROCESS)
+
+
+def role_of(target: str) -> str:
+    """Its name in the table."""
+    return {"p": "prefill", "d": "decode"}[target[0]] if target[1:].isdigit() else target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +56,24 @@ class Fault:
 
     kind: Kind
     target: str
-    """Name of the process: router, p0, d1 ..."""
+    """router, proxy, store, p0, d1 ..., link, disk."""
     gap_s: float
     """Wait before it."""
     pause_s: float = 0.0
-    """SIGSTOP: until SIGCONT."""
+    """Until it is undone, where it has an end: SIGCONT, the link whole again, room on the disk."""
 
     @property
     def ends_process(self) -> bool:
         """The process is started anew by the launcher."""
-        return self.kind is not Kind.pause
+        return self.kind in (Kind.kill, Kind.restart)
+
+    @property
+    def ends_engine(self) -> bool:
+        """An engine is started anew, which takes long."""
+        return self.ends_process and self.target[1:].isdigit()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.target}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +83,7 @@ class Happened:
     fault: Fault
     began: float
     ended: float
-    """Killed, told to leave, or continued."""
+    """Killed, told to leave, continued, or undone."""
     whole: float
     """Everything was up, joined and paired again."""
 
@@ -62,16 +97,19 @@ class Happened:
         return began <= self.whole and self.began <= ended
 
 
-def plan_faults(targets: Sequence[str], count: int, seed: int) -> Iterator[Fault]:
-    """`count` faults. Every kind meets every target before any pair comes again."""
+def plan_faults(targets: Sequence[str], count: int, seed: int, num_light: int = 1) -> Iterator[Fault]:
+    """`count` faults. Every kind meets every target before any pair comes again; those that end no engine come
+    `num_light` times meanwhile."""
     source = random.Random(seed)
     deck: list[tuple[Kind, str]] = []
     for _ in range(count):
         if not deck:
-            deck = [(kind, target) for kind in Kind for target in targets]
+            deck = [(kind, target) for target in targets for kind in kinds_of(target)]
+            light = [(k, t) for k, t in deck if not Fault(kind=k, target=t, gap_s=0).ends_engine]
+            deck += light * (num_light - 1)
             source.shuffle(deck)
         kind, target = deck.pop()
-        pause_s = source.uniform(*PAUSE_S) if kind is Kind.pause else 0.0
+        pause_s = 0.0 if kind in (Kind.kill, Kind.restart) else source.uniform(*PAUSE_S)
         yield Fault(kind=kind, target=target, gap_s=source.uniform(*GAP_S), pause_s=pause_s)
 
 
@@ -82,6 +120,7 @@ async def inject(fault: Fault, pid: int) -> None:
     elif fault.kind is Kind.restart:
         os.kill(pid, signal.SIGTERM)
     else:
+        assert fault.kind is Kind.pause, fault
         os.killpg(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(fault.pause_s)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from pdxfer.bench.chaos_faults import Happened
+from pdxfer.bench.chaos_faults import CUTS, PROXY, Happened, Kind
 from pdxfer.bench.chaos_load import Got, Question
 
 TIE = 1e-4
 """Below this gap between the two best log-probabilities, batch composition may swap them (float32)."""
+_RACE_S = 0.1
+"""A request sent so shortly before SIGTERM may come after it."""
 
 
 class Verdict(StrEnum):
@@ -24,7 +26,9 @@ class Verdict(StrEnum):
     wrong = "wrong"
     hung = "hung"
     failed = "failed"
-    """Explained: its only decode engine was down, or its stream lost its engine and it was told so."""
+    """Explained: its only decode engine was down, its stream lost its engine and it was told so, or the proxy died."""
+    left = "left"
+    """Its client went away; what it got was right."""
     unexplained = "unexplained"
 
 
@@ -63,11 +67,16 @@ class Judge:
     """Knows the right answers and the faults."""
 
     def __init__(
-        self, references: Mapping[str, Reference], happened: Sequence[Happened], num_decode: int, alone: Alone
-    ) -> None:
-        """`references` by prompt."""
+        self, references: Mapping[str, Reference], happened: Sequence[Happened], num_decode: int, alone: Alone,
+        *, is_decode_far: bool = False,
+    ) -> None:  # fmt: skip
+        """`references` by prompt. `is_decode_far`: a decode engine is beyond the link."""
         self._references, self._num_decode, self._alone = references, num_decode, alone
-        self._lost = [h for h in happened if h.fault.ends_process and h.fault.target.startswith("d")]
+        self._lost = [
+            h for h in happened
+            if (h.fault.ends_process and h.fault.target.startswith("d")) or (h.fault.kind in CUTS and is_decode_far)
+        ]  # fmt: skip
+        self._no_proxy = [h for h in happened if h.fault.ends_process and h.fault.target == PROXY]
 
     async def verdict(self, got: Got) -> Verdict:
         """How it ended; what it was told before a failure must be right too."""
@@ -80,11 +89,15 @@ class Judge:
                 return Verdict.wrong
         if is_whole:
             return Verdict.right
+        if got.has_left:
+            return Verdict.left
         return Verdict.failed if self._explains(got, lost) else Verdict.unexplained
 
     def _explains(self, got: Got, lost: Sequence[Happened]) -> bool:
-        """Nothing else could have answered; or it had begun to, and the client was told."""
+        """Nothing else could have answered; or it had begun to, and the client was told; or there was no proxy."""
         if lost and self._num_decode == 1:
+            return True
+        if any(_cut_off(got, h) for h in self._no_proxy):
             return True
         return bool(got.pieces) and got.is_told and any(got.began <= h.ended for h in lost)
 
@@ -99,6 +112,13 @@ class Judge:
             if rest == expected or (not is_whole and expected.startswith(rest)):
                 return True
         return False
+
+
+def _cut_off(got: Got, lost: Happened) -> bool:
+    """The proxy's death took its connection, or nobody took it: a proxy told to leave finishes what it has begun."""
+    if lost.fault.kind is Kind.restart and got.began < lost.began - _RACE_S:
+        return False
+    return lost.touches(got.began, got.ended) and (not got.is_told or got.failure.startswith("503"))
 
 
 def common(one: str, other: str) -> int:

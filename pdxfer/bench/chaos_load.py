@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from pdxfer.bench.chaos_cluster import SERVED_NAME
+from pdxfer.bench.chaos_plan import SERVED_NAME
 from pdxfer.bench.texts import excerpt
 
 NUM_PROMPTS = 24
@@ -52,6 +52,8 @@ class Got:
     """The failure came as an error body or an error event, not as a cut connection."""
     is_hung: bool = False
     """Nothing ended it within its deadline."""
+    has_left: bool = False
+    """Its client went away before the end, as planned."""
 
     @property
     def text(self) -> str:
@@ -70,14 +72,16 @@ def questions(seed: int, max_chars: int) -> list[Question]:
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, question: Question, deadline_s: float, *, is_stream: bool, **more: object
-) -> Got:
-    """Send one completion and note all that happens. Raises nothing but CancelledError."""
+    session: aiohttp.ClientSession, url: str, question: Question, deadline_s: float, *, is_stream: bool,
+    leave_s: float | None = None, **more: object,
+) -> Got:  # fmt: skip
+    """Send one completion and note all that happens; with `leave_s` hang up after so long. Raises nothing but
+    CancelledError."""
     loop = asyncio.get_running_loop()
     got = Got(question=question, is_stream=is_stream, began=loop.time())
     try:
         async with (
-            asyncio.timeout(deadline_s),
+            asyncio.timeout(deadline_s if leave_s is None else leave_s),
             session.post(f"{url}/v1/completions", json=question.body(stream=is_stream, **more)) as response,
         ):
             if response.status != 200:
@@ -89,7 +93,8 @@ async def ask(
                 got.pieces.append(choice["text"])
                 got.logprobs = choice.get("logprobs") or {}
     except TimeoutError:
-        got.is_hung, got.failure = True, f"nothing ended it within {deadline_s:g} s"
+        got.is_hung, got.has_left = leave_s is None, leave_s is not None
+        got.failure = "its client left" if got.has_left else f"nothing ended it within {deadline_s:g} s"
     except (aiohttp.ClientError, ValueError, OSError) as error:
         got.failure = f"{type(error).__name__}: {error}"
     got.ended = loop.time()

@@ -1,14 +1,14 @@
 """The table and the summary of a chaos run. Pure."""
 
+import sys
 from collections.abc import Sequence
 
-from pdxfer.bench.chaos_faults import Happened
+from pdxfer.bench.chaos_faults import Happened, role_of
 from pdxfer.bench.chaos_judge import Verdict
 from pdxfer.bench.chaos_load import Got
 from pdxfer.bench.report import Value
 
 Judged = tuple[Got, Verdict]
-_ROLES = {"r": "router", "p": "prefill", "d": "decode"}
 _QUIET = "none"
 _ALL = "all"
 
@@ -25,6 +25,15 @@ def rows(judged: Sequence[Judged], happened: Sequence[Happened]) -> list[dict[st
     return found
 
 
+def complain(judged: Sequence[Judged], happened: Sequence[Happened]) -> None:
+    """Say on stderr what was not right, and which faults it met."""
+    for got, verdict in judged:
+        if verdict not in (Verdict.right, Verdict.left):
+            faults = ", ".join(str(h.fault) for h in happened if h.touches(got.began, got.ended))
+            told = got.failure or repr(got.text)
+            print(f"{verdict}: {told} after {got.ended - got.began:.1f} s (met: {faults})", file=sys.stderr)
+
+
 def summary(judged: Sequence[Judged], happened: Sequence[Happened]) -> dict[str, Value]:
     """The figures that others read."""
     return {
@@ -34,6 +43,7 @@ def summary(judged: Sequence[Judged], happened: Sequence[Happened]) -> dict[str,
         "hung": _count(judged, Verdict.hung),
         "failed": _count(judged, Verdict.failed),
         "failed_unexplained": _count(judged, Verdict.unexplained),
+        "aborted": _count(judged, Verdict.left),
         "slowest_recovery_s": max((h.recovery_s for h in happened), default=None),
         "slowest_answer_s": max((got.ended - got.began for got, _ in judged), default=None),
     }
@@ -49,7 +59,7 @@ def _count(judged: Sequence[Judged], verdict: Verdict) -> int:
 
 
 def _name(happened: Happened) -> str:
-    return f"{happened.fault.kind} {_ROLES[happened.fault.target[0]]}"
+    return f"{happened.fault.kind} {role_of(happened.fault.target)}"
 
 
 def _met(got: Got, happened: Sequence[Happened]) -> str:

@@ -55,6 +55,11 @@ class LinkPlan:
         return f"pdx{self.tag}-d"
 
     @property
+    def qdisc(self) -> str:
+        """Token bucket of each end."""
+        return f"rate {self.rate} burst {_BURST} latency {_LATENCY}"
+
+    @property
     def site(self) -> Site:
         """The link as the arms see it."""
         return Site(
@@ -75,7 +80,7 @@ class LinkPlan:
                 f"ip -n {name} addr add {host}/30 dev {name}",
                 f"ip -n {name} link set lo up",
                 f"ip -n {name} link set {name} up",
-                f"tc -n {name} qdisc add dev {name} root tbf rate {self.rate} burst {_BURST} latency {_LATENCY}",
+                f"tc -n {name} qdisc add dev {name} root tbf {self.qdisc}",
             ]
         return [line.split() for line in lines]
 
@@ -95,7 +100,7 @@ def link(rate: str) -> Iterator[LinkPlan]:
     plan = LinkPlan(rate=rate, tag=str(os.getpid()))
     try:
         for command in plan.up():
-            _run(command)
+            run_command(command)
         with inside(plan.prefill_side):
             yield plan
     finally:
@@ -132,7 +137,7 @@ def inside(namespace: str) -> Iterator[None]:
 
 def sent_bytes(plan: LinkPlan) -> int:
     """Bytes that prefill's side has put on the link since it was made."""
-    return parse_counter(_run(plan.counter()))
+    return parse_counter(run_command(plan.counter()))
 
 
 def parse_counter(text: str) -> int:
@@ -201,7 +206,8 @@ def _setns(descriptor: int) -> None:
         raise BenchError(f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
 
 
-def _run(command: Sequence[str]) -> str:
+def run_command(command: Sequence[str]) -> str:
+    """Output of a command. Raises BenchError with what it said if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BenchError(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")

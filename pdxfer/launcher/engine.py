@@ -3,6 +3,8 @@
 import sys
 from dataclasses import dataclass
 
+import msgspec
+
 from pdxfer.config import network
 from pdxfer.config.flags import kv_transfer_config
 from pdxfer.config.schema import Config
@@ -119,6 +121,7 @@ def _fake_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:
         "--url", engine_url(config, engine),
         "--router", network.router_endpoint(config),
         *(("--keys", config.security.keys_dir) if config.security.keys_dir else ()),
+        *(("--store", msgspec.json.encode(config.store).decode()) if config.store.enabled else ()),
         *inputs.vllm_args,
     )  # fmt: skip
 

@@ -13,7 +13,9 @@ from blake3 import blake3
 from pdxfer.kv.layout import KvLayout
 from pdxfer.kv.runs import block_runs
 from pdxfer.memory.region import Region
+from pdxfer.testing.fake_compute import KvError
 from pdxfer.testing.fake_model import pack
+from pdxfer.testing.fake_store import FakeStore
 
 
 class FakeCache:
@@ -70,9 +72,10 @@ class FakeCache:
             for layer in range(self.layout.num_layers):
                 self._view(block_id, layer)[:] = self._bytes(seed, layer)
 
-    def first_wrong(self, block_ids: list[int], token_ids: list[int]) -> int | None:
-        """Index of the first block whose bytes are not the prompt's, or None."""
-        for index, (block_id, seed) in enumerate(zip(block_ids, self._seeds(token_ids), strict=True)):
+    def first_wrong(self, block_ids: list[int], token_ids: list[int], first_block: int = 0) -> int | None:
+        """Index of the first of these blocks, the prompt's from `first_block` on, with other bytes, or None."""
+        seeds = self._seeds(token_ids)[first_block : first_block + len(block_ids)] if block_ids else []
+        for index, (block_id, seed) in enumerate(zip(block_ids, seeds, strict=True)):
             for layer in range(self.layout.num_layers):
                 if self._view(block_id, layer) != self._bytes(seed, layer):
                     return index
@@ -94,17 +97,27 @@ class FakeCache:
 
 
 class Compute:
-    """KV by computing it, at the rate of the engine."""
+    """KV by computing it, at the rate of the engine, or from the store if there is one."""
 
     def __init__(self, cache: FakeCache, tokens_per_s: float) -> None:
         self.cache = cache
+        self.store: FakeStore | None = None
         self._tokens_per_s = tokens_per_s
 
     async def blocks(self, block_ids: list[int], token_ids: list[int], first_block: int) -> None:
-        """Fill these blocks: the prompt's from `first_block` on."""
-        if block_ids:
-            self.cache.write(block_ids, token_ids, first_block)
-            await asyncio.sleep(len(block_ids) * self.cache.layout.block_size / self._tokens_per_s)
+        """Fill these blocks: the prompt's from `first_block` on. Raises KvError if the store gave other bytes."""
+        if not block_ids:
+            return
+        num_loaded = await self.store.load(block_ids, token_ids, first_block) if self.store else 0
+        wrong = self.cache.first_wrong(block_ids[:num_loaded], token_ids, first_block)
+        if wrong is not None:
+            raise KvError(f"block {first_block + wrong} came from the store and does not hold this prompt's KV")
+        rest, first_rest = block_ids[num_loaded:], first_block + num_loaded
+        if rest:
+            self.cache.write(rest, token_ids, first_rest)
+            await asyncio.sleep(len(rest) * self.cache.layout.block_size / self._tokens_per_s)
+            if self.store:
+                self.store.save(rest, token_ids, first_rest)
 
     async def alone(self, token_ids: list[int]) -> None:
         """A whole prompt, in blocks that are given back at once."""

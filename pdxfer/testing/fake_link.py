@@ -39,6 +39,8 @@ class MemberSettings:
     heartbeat_s: float = 0.5
     step_tokens: int = 512
     """Prompt tokens computed, and made ready to send, in one step."""
+    chunk_tokens: int = 256
+    """Unit of the store."""
 
 
 class FakeLink:

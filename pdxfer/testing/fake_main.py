@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
+from pdxfer.config.store import StoreConfig
 from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import is_engine_id
 from pdxfer.core.logs import setup_logging
 from pdxfer.node.node import Node, NodeSettings
+from pdxfer.node.store_side import StoreSettings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_kv import FakeCache
 from pdxfer.testing.fake_link import MemberSettings
@@ -78,6 +82,7 @@ def join(options: argparse.Namespace, url: str) -> FakeMember:
     cache = FakeCache(
         num_blocks=options.num_blocks, block_size=options.block_size, num_layers=4, block_bytes=options.block_size * 256
     )
+    fingerprint = {"model": options.model, "layout": f"fake 4x{cache.layout.block_bytes}"}
     halves_path = socket_path(f"fake-{options.engine_id}-{os.getpid()}")
 
     def make_node() -> Node:
@@ -89,8 +94,8 @@ def join(options: argparse.Namespace, url: str) -> FakeMember:
             security=security,
             options=EndpointOptions(bind=options.host, advertise=urlsplit(url).hostname or options.host),
             chunk_blocks=max(1, CHUNK_TOKENS // options.block_size),
+            store=_store(options, fingerprint),
         )
-        fingerprint = {"model": options.model, "layout": f"fake 4x{cache.layout.block_bytes}"}
         return Node(settings, cache.region, fingerprint, endpoint_factories(options.channels.split(",")))
 
     settings = MemberSettings(
@@ -104,8 +109,20 @@ def join(options: argparse.Namespace, url: str) -> FakeMember:
         halves_path=halves_path,
         prefill_tokens_per_s=options.prefill_tokens_per_s,
         heartbeat_s=options.heartbeat_s,
+        chunk_tokens=CHUNK_TOKENS,
     )
     return FakeMember(settings, cache, make_node)
+
+
+def _store(options: argparse.Namespace, identity: dict[str, str]) -> StoreSettings | None:
+    """The node's store, in directories of this engine's own."""
+    if not options.store:
+        return None
+    try:
+        config = msgspec.json.decode(options.store, type=StoreConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--store: {error}") from error
+    return StoreSettings(config=config, identity=identity, subdirectory=options.engine_id)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--router", required=True, help="tcp://HOST:PORT")
     parser.add_argument("--keys", default="", help="directory made by `pdxfer keys new`")
     parser.add_argument("--channels", default="tcp", help="kinds of channel, in order, by commas")
+    parser.add_argument("--store", default="", help="section `store` of the configuration as JSON; default none")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=5000.0)
     parser.add_argument("--inter-token-ms", type=float, default=20.0)
     parser.add_argument("--heartbeat-s", type=float, default=0.5)

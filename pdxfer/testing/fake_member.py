@@ -15,6 +15,7 @@ from pdxfer.testing.fake_kv import Compute, FakeCache
 from pdxfer.testing.fake_link import FakeLink, MemberSettings
 from pdxfer.testing.fake_receives import FakeReceives
 from pdxfer.testing.fake_sends import FakeSends
+from pdxfer.testing.fake_store import FakeStore
 from pdxfer.wire.halves import Fenced, Landed, Settled, ToScheduler
 from pdxfer.wire.messages import CancelGrant, FromRouter, LegFailed, Started
 
@@ -35,6 +36,8 @@ class FakeMember:
         self._cleanups: set[asyncio.Task[None]] = set()
         self._link = FakeLink(settings, cache, self._on_message, self._on_fact)
         self._node = make_node()
+        if self._node.store is not None:
+            self._compute.store = FakeStore(self._node.store.thread, cache.region, settings.chunk_tokens)
         self._sends = FakeSends(
             self._link, lambda: self._node, self._compute, settings.step_tokens, self._in_background
         )
