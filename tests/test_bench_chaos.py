@@ -1,6 +1,7 @@
 """The chaos bench: its plan, its judge on made-up answers, and a small run on fake engines."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -8,14 +9,19 @@ from pathlib import Path
 import pytest
 
 from pdxfer.bench import chaos
-from pdxfer.bench.chaos_faults import Fault, Happened, Kind, plan_faults
+from pdxfer.bench.chaos_faults import Fault, Happened, Kind, kinds_of, plan_faults
 from pdxfer.bench.chaos_judge import Judge, Reference, Verdict
+from pdxfer.bench.chaos_link import check_passed
 from pdxfer.bench.chaos_load import Got, Question, questions
+from pdxfer.bench.chaos_plan import Plan
 from pdxfer.bench.chaos_rows import rows, summary
+from pdxfer.bench.ttft_errors import BenchError
+from pdxfer.bench.ttft_link import LinkPlan, require_namespaces
 
 QUESTION = Question(prompt="p", num_tokens=3)
 SUMMARY = [
-    "requests", "faults", "wrong", "hung", "failed", "failed_unexplained", "slowest_recovery_s", "slowest_answer_s",
+    "requests", "faults", "wrong", "hung", "failed", "failed_unexplained", "aborted", "slowest_recovery_s",
+    "slowest_answer_s",
 ]  # fmt: skip
 
 
@@ -43,11 +49,19 @@ async def verdict(
 
 def test_a_seed_fixes_the_faults_and_all_kinds_meet_all_targets() -> None:
     """Before any pair of kind and target comes again; stops last 0.5 to 4 s."""
-    targets = ["router", "p0", "d0", "d1"]
-    plan = list(plan_faults(targets, 30, 7))
-    assert plan == list(plan_faults(targets, 30, 7)) != list(plan_faults(targets, 30, 8))
-    assert {(f.kind, f.target) for f in islice(plan, 12)} == {(kind, name) for kind in Kind for name in targets}
-    assert all((0.5 <= f.pause_s <= 4.0) == (f.kind is Kind.pause) for f in plan)
+    targets = ["router", "proxy", "p0", "d0", "link", "disk"]
+    plan = list(plan_faults(targets, 40, 7))
+    assert plan == list(plan_faults(targets, 40, 7)) != list(plan_faults(targets, 40, 8))
+    pairs = {(kind, name) for name in targets for kind in kinds_of(name)}
+    assert len(pairs) == 17 and {(f.kind, f.target) for f in islice(plan, 17)} == pairs
+    assert all((0.5 <= f.pause_s <= 4.0) != f.ends_process for f in plan)
+
+
+def test_faults_that_end_no_engine_may_come_more_often() -> None:
+    """A real engine takes a minute to start."""
+    plan = list(plan_faults(["router", "p0"], 14, 7, num_light=3))
+    counts = Counter((f.kind, f.target) for f in plan)
+    assert counts.pop((Kind.kill, "p0")) == counts.pop((Kind.restart, "p0")) == 1 and set(counts.values()) == {3}
 
 
 def test_prompts_differ_and_are_the_same_for_a_seed() -> None:
@@ -81,6 +95,51 @@ async def test_without_another_decode_engine_every_failure_is_explained() -> Non
     assert await verdict(got(failure="503 busy"), happened("router"), num_decode=1) is Verdict.unexplained
 
 
+@pytest.mark.parametrize(
+    ("one", "kind", "expected"),
+    [
+        (got(" a", failure="reset", is_told=False), Kind.kill, Verdict.failed),
+        (got(failure="connection refused", is_told=False, began=1), Kind.restart, Verdict.failed),
+        (got(failure="503 busy", began=1), Kind.kill, Verdict.failed),
+        (got(" a", failure="reset", is_told=False), Kind.restart, Verdict.unexplained),
+        (got(" a", failure="500 internal"), Kind.kill, Verdict.unexplained),
+        (got(" a", failure="reset", is_told=False), Kind.pause, Verdict.unexplained),
+        (got(" x", failure="reset", is_told=False), Kind.kill, Verdict.wrong),
+    ],
+)  # fmt: skip
+async def test_a_dead_proxy_explains_a_cut_connection_and_nothing_else(one: Got, kind: Kind, expected: Verdict) -> None:
+    """One told to leave finishes what it has begun."""
+    assert await verdict(one, happened("proxy", kind)) is expected
+
+
+async def test_a_client_that_leaves_must_have_been_told_the_right_beginning() -> None:
+    for text, expected in ((" a", Verdict.left), (" x", Verdict.wrong)):
+        one = got(text, failure="its client left")
+        one.has_left = True
+        assert await verdict(one) is expected
+
+
+def test_a_fault_of_the_link_that_does_nothing_is_an_error() -> None:
+    """The kernel's counters of the hurt sides: nothing may pass a cut, a throttled side sends no faster than it may."""
+    cut, slow = (Fault(kind=kind, target="link", gap_s=0, pause_s=1) for kind in (Kind.cut, Kind.slow))
+    check_passed(cut, [0, 0], 1.0)
+    check_passed(slow, [2_500_000, 0], 1.0)
+    for fault, passed in ((cut, [0, 1]), (slow, [9_000_000, 0])):
+        with pytest.raises(BenchError, match="did not work"):
+            check_passed(fault, passed, 1.0)
+
+
+def test_with_a_link_the_last_engines_are_on_the_far_side() -> None:
+    """Commands of both sides, run inside their namespaces; the only decode engine stays near."""
+    link = LinkPlan(rate="1gbit", tag="t", prefill_host="127.0.0.1", decode_host="127.0.0.2")
+    for num, far in ((1, {"p0"}), (2, {"p1", "d1"})):
+        plan = Plan(engine="fake", num_prefill=num, num_decode=num, sets=(), link=link)
+        near, *others = plan.commands()
+        assert plan.far == far and len(others) == len(far) and near[:4] == ["ip", "netns", "exec", "pdxt-p"]
+        assert all(other[:4] == ["ip", "netns", "exec", "pdxt-d"] for other in others)
+        assert "link" in plan.targets and "disk" not in plan.targets
+
+
 async def test_a_continued_stream_is_right_if_an_engine_alone_goes_on_like_that() -> None:
     """And only after a decode engine was lost."""
     one = got(" a", " y", " z")
@@ -107,13 +166,23 @@ def test_the_table_puts_a_request_to_the_last_fault_before_its_end() -> None:
     assert list(summary(judged, faults)) == SUMMARY and summary(judged, faults)["wrong"] == 1
 
 
+def can_make_namespaces() -> bool:
+    try:
+        require_namespaces()
+    except BenchError:
+        return False
+    return True
+
+
 def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], *args: str) -> None:
     """A run with --json keeps the promise and prints the object that others read."""
     code = chaos.main([*args, "--json", "--out", str(tmp_path)])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     printed = json.loads(captured.out)
-    assert list(printed["summary"]) == SUMMARY and printed == json.loads((tmp_path / "chaos.json").read_text())
+    assert list(printed["summary"]) == [*SUMMARY, "replayed"] and printed == json.loads(
+        (tmp_path / "chaos.json").read_text()
+    )
     assert printed["summary"]["wrong"] == printed["summary"]["hung"] == printed["summary"]["failed_unexplained"] == 0
     assert printed["summary"]["faults"] == int(args[args.index("--faults") + 1])
 
@@ -124,10 +193,19 @@ def test_a_small_run_on_fake_engines_keeps_its_promise(tmp_path: Path, capsys: p
     check(tmp_path, capsys, "--engine", "fake", "--prefill", "1", "--decode", "2", "--faults", "3", "--seed", "3")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_namespaces(), reason="needs root, network namespaces and tmpfs")
+def test_a_cut_link_a_full_disk_and_clients_that_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines on both sides of a link, and a store: the link, the disk, the store and the proxy are hurt. The same
+    promise, and nothing is left in an engine."""
+    more = ("--prefill", "1", "--decode", "2", "--link", "--store", "--aborted", "0.2")
+    check(tmp_path, capsys, "--engine", "fake", *more, "--faults", "6", "--seed", "3832")
+
+
 @pytest.mark.full
 def test_forty_faults_on_fake_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--engine", "fake", "--prefill", "2", "--decode", "2", "--faults", "40", "--requests", "300")
-    check(tmp_path, capsys, *args)
+    check(tmp_path, capsys, *args, *(("--link", "--store", "--aborted", "0.2") if can_make_namespaces() else ()))
 
 
 @pytest.mark.full

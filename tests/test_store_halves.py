@@ -614,6 +614,30 @@ def test_a_lost_router_leaves_nobody_waiting_for_its_word() -> None:
     assert [revoke.transfer_id for revoke in engine.member.of(Revoke)] == ["t"]
 
 
+def test_a_lost_router_leaves_no_prompt_waiting_for_its_grant() -> None:
+    """Decode may have given up with nobody to tell prefill so: its blocks come back after a while, not at the end of
+    the request's time."""
+    from pdxfer.connector.references import References
+    from pdxfer.connector.sends import Sends
+    from pdxfer.wire.halves import Forget
+
+    engine, request = Engine(), prompt(100)
+    references = References()
+    references.bind(engine.pool)  # type: ignore[arg-type]
+    sends = Sends(engine.receives._facts, engine.member, references)  # type: ignore[arg-type]
+    sends.begin(request, "t", 120.0 + engine.clock.now())  # type: ignore[arg-type]
+    send = sends.get("t")
+    assert send is not None
+    send.num_planned = send.total_blocks
+    sends.request_over(request)  # type: ignore[arg-type]
+    sends.router_lost(engine.clock.now())
+    sends.check_deadlines(engine.clock.now())
+    assert not engine.member.of(Forget), "its grant may be under way"
+    engine.clock.advance(10.0)
+    sends.check_deadlines(engine.clock.now())
+    assert [forget.transfer_id for forget in engine.member.of(Forget)] == ["t"]
+
+
 def test_after_a_reset_nothing_that_was_stored_is_found() -> None:
     """Weights changed under the engine: running requests save nothing more, new ones have other keys."""
     engine, request = Engine(), prompt(96)

@@ -141,7 +141,8 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         engine=args.engine, num_faults=args.faults, min_requests=args.requests, seed=args.seed,
         rate=args.rate or _PACES[args.engine].rate, num_prefill=args.prefill, num_decode=args.decode,
-        has_link=args.link, has_store=args.store, aborted=args.aborted, sets=tuple(args.set), as_json=args.json, out=args.out,
+        has_link=args.link, has_store=args.store, aborted=args.aborted, sets=tuple(args.set), as_json=args.json,
+        out=args.out,
     )  # fmt: skip
 
 
@@ -193,10 +194,9 @@ class Chaos:
             print(f"one request put {crossed:,} bytes on the link", file=sys.stderr)
         load = Load(self._send, self._pool, self._options.rate)
         options, happened = self._options, []
+        targets, num_light = self._cluster.plan.targets, self._pace.num_light
         try:
-            for fault in plan_faults(
-                self._cluster.plan.targets, options.num_faults, options.seed, self._pace.num_light
-            ):
+            for fault in plan_faults(targets, options.num_faults, options.seed, num_light):
                 happened.append(await self._break(fault))
                 self._say(len(happened), happened[-1])
             await load.until_sent(options.min_requests)

@@ -29,6 +29,8 @@ _FRESH_S = 1.0
 """A member silent for longer is not taken for healthy."""
 _STOP_S = 60.0
 _TAIL_LINES = 40
+_SETTLE_S = 15.0
+"""doctor: a router that was killed last leaves transfers that end after 10 s."""
 _WORDS = {
     ROUTER: ("--role", "router"),
     PROXY: ("--role", "proxy"),
@@ -154,6 +156,7 @@ class Cluster:
     async def _doctor(self) -> None:
         """The integrity check. Raises BenchError with what it found."""
         command = [sys.executable, "-m", "pdxfer.cli.main", "doctor", "--live", "--json", "--url", self.controller]
+        command += ["--settle", f"{_SETTLE_S:g}"]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not json.loads(done.stdout)["clean"]:
             raise BenchError(f"doctor --live after the last request: {done.stdout}{done.stderr}(log: {self.log})")

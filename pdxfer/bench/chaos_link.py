@@ -64,7 +64,7 @@ def check_passed(fault: Fault, passed: Sequence[int], elapsed_s: float) -> None:
     allowed = int((SLOW_BITS_PER_S / 8 * elapsed_s + _SLOW_BURST) * _SLACK) if fault.kind is Kind.slow else 0
     if max(passed) > allowed:
         raise BenchError(
-            f"{fault}: {max(passed):,} bytes passed in {elapsed_s:.1f} s, at most {allowed:,} may: the fault did not work"
+            f"{fault}: {max(passed):,} bytes passed in {elapsed_s:.1f} s, at most {allowed:,} may: it did not work"
         )
 
 

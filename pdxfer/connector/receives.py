@@ -12,7 +12,7 @@ from pdxfer.connector.member import EngineFacts, Member
 from pdxfer.connector.notices import Notices
 from pdxfer.connector.references import References
 from pdxfer.connector.requests import prompt_digest
-from pdxfer.connector.transfer import Receive, ReceiveState
+from pdxfer.connector.transfer import ROUTER_LOST_S, Receive, ReceiveState
 from pdxfer.core.clock import Clock
 from pdxfer.wire.halves import Fenced, Landed, Revoke
 from pdxfer.wire.messages import Outcome
@@ -20,8 +20,6 @@ from pdxfer.wire.store_facts import Loaded
 
 log = logging.getLogger(__name__)
 
-ROUTER_LOST_S = 10.0
-"""A granted transfer may take this long after the router was lost: its Grant may be lost too, or it is under way."""
 LOAD_GRACE_S = 1.0
 """Ranks end a load by its timeout; the scheduler half waits this much longer for them to say so."""
 

@@ -198,6 +198,7 @@ class SchedulerHalf:
         match message:
             case RouterLost():
                 self._receives.router_lost(self._clock.now())
+                self._sends.router_lost(self._clock.now())
             case Loaded():
                 self._receives.rank_loaded(message)
             case Found() | Saved() | Held() | StoreCounts():

@@ -10,7 +10,7 @@ from pdxfer.connector.compat import Request, SchedulerOutput
 from pdxfer.connector.member import EngineFacts, Member
 from pdxfer.connector.references import References
 from pdxfer.connector.requests import computed_before, prompt_digest, written_blocks
-from pdxfer.connector.transfer import Send
+from pdxfer.connector.transfer import ROUTER_LOST_S, Send
 from pdxfer.node.plan import SendPlan
 from pdxfer.wire.halves import Forget
 from pdxfer.wire.messages import Started
@@ -140,6 +140,11 @@ class Sends:
         self._references.give_back(send.held)
         self._by_request.pop(send.request_id, None)
         self._by_transfer.pop(send.transfer_id, None)
+
+    def router_lost(self, now: float) -> None:
+        """A Grant may be lost with it, or the word of a decode that computes by itself: neither is waited for long."""
+        for send in self._by_request.values():
+            send.deadline = min(send.deadline, now + ROUTER_LOST_S)
 
     def check_deadlines(self, now: float) -> None:
         """Prefills that are over and whose grant did not come, or whose units could not be written in time."""

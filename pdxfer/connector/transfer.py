@@ -21,6 +21,9 @@ Send (prefill): blocks are planned as they become final and held by references u
 import enum
 from dataclasses import dataclass, field
 
+ROUTER_LOST_S = 10.0
+"""A transfer may take this long after the router was lost: its Grant may be lost too, or it is under way."""
+
 
 class ReceiveState(enum.Enum):
     """Where a receive is; see the picture above."""

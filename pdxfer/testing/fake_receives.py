@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pdxfer.connector.transfer import Receive, ReceiveState
+from pdxfer.connector.transfer import ROUTER_LOST_S, Receive, ReceiveState
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.testing.fake_api import Transfer
 from pdxfer.testing.fake_compute import KvError
@@ -15,9 +15,6 @@ from pdxfer.wire.halves import Expect, Fenced, Landed, Revoke
 from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Outcome, Started
 
 log = logging.getLogger(__name__)
-
-ROUTER_LOST_S = 10.0
-"""As connector/receives.py has it."""
 
 
 class FakeReceives:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Coroutine
 
-from pdxfer.connector.transfer import Send
+from pdxfer.connector.transfer import ROUTER_LOST_S, Send
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.node.node import Node
 from pdxfer.node.plan import SendPlan
@@ -92,7 +92,10 @@ class FakeSends:
             self._node().layers_done(0, self._compute.cache.layout.num_layers)
 
     async def _settle(self, send: Send) -> None:
-        if not await self._link.until(lambda: send.is_settled, send.deadline):
+        losses = self._link.num_losses
+        await self._link.until(lambda: send.is_settled or self._link.num_losses > losses, send.deadline)
+        end = min(send.deadline, SYSTEM_CLOCK.now() + ROUTER_LOST_S)
+        if not await self._link.until(lambda: send.is_settled, end):
             self._end(send, "no grant, or not written, before the deadline")
             await self._link.until(lambda: send.is_settled)
         del self._sends[send.transfer_id]
