@@ -8,10 +8,10 @@ for no reason, or if anything is left in an engine afterwards.
 import argparse
 import asyncio
 import random
+import signal
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,14 +101,18 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the exit code."""
     options = parse(argv)
+    pace = _PACES[options.engine]
     report = Report("chaos", list(argv))
     try:
         with ExitStack() as stack:
             link = stack.enter_context(ttft_link.link(_LINK_RATE)) if options.has_link else None
-            disk = stack.enter_context(_disk(options)) if options.has_store else None
+            disk = stack.enter_context(small_disk(pace.disk_mib << 20)) if options.has_store else None
             asyncio.run(run(options, report, link, disk))
     except BenchError as error:
         print(f"chaos: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        print("chaos: told to stop", file=sys.stderr)
         return 1
     emit(report, as_json=options.as_json, out_dir=options.out)
     return 1 if any(report.summary[key] for key in ("wrong", "hung", "failed_unexplained")) else 0
@@ -146,11 +150,6 @@ def parse(argv: Sequence[str]) -> Options:
     )  # fmt: skip
 
 
-def _disk(options: Options) -> AbstractContextManager[SmallDisk]:
-    folder = Path(tempfile.mkdtemp(prefix="pdxfer-chaos-"))
-    return small_disk(folder / "disk", _PACES[options.engine].disk_mib << 20)
-
-
 async def run(
     options: Options, report: Report, link: ttft_link.LinkPlan | None = None, disk: SmallDisk | None = None
 ) -> dict[str, Any]:
@@ -162,6 +161,7 @@ async def run(
         sets=(*pace.sets, f"proxy.request_timeout_s={pace.deadline_s - _PROXY_MARGIN_S:g}", *options.sets),
     )  # fmt: skip
     cluster = Cluster(plan, options.out / "chaos.log")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _require_task().cancel)
     timeout, connector = aiohttp.ClientTimeout(total=None, sock_connect=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, trust_env=False) as session:
         try:
@@ -171,6 +171,12 @@ async def run(
         finally:
             await cluster.stop()
     return report.to_dict()
+
+
+def _require_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 class Chaos:
@@ -269,7 +275,7 @@ class Chaos:
         rest = Question(prompt=question.prompt + begun, num_tokens=question.num_tokens - num_begun)
         return (await self._ask_alone(rest)).text
 
-    async def _ask_alone(self, question: Question, **more: object) -> Got:
+    async def _ask_alone(self, question: Question, **more: int) -> Got:
         got = await ask(
             self._session, self._cluster.url("d0"), question, self._pace.deadline_s, is_stream=False,
             cache_salt="alone", **more,

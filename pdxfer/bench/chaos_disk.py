@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,13 +52,15 @@ class SmallDisk:
 
 
 @contextmanager
-def small_disk(path: Path, size_bytes: int) -> Iterator[SmallDisk]:
+def small_disk(size_bytes: int) -> Iterator[SmallDisk]:
     """Mount it, and remove it at the end, also after a failure. Raises BenchError without the right to mount."""
     if os.geteuid() != 0:
         raise BenchError("--store mounts a small file system, which needs root: run it with sudo, or leave --store out")
-    path.mkdir(parents=True, exist_ok=True)
-    run_command(["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "pdxfer-chaos", str(path)])
-    try:
-        yield SmallDisk(path)
-    finally:
-        subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
+    with tempfile.TemporaryDirectory(prefix="pdxfer-chaos-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "disk"
+        path.mkdir()
+        run_command(["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "pdxfer-chaos", str(path)])
+        try:
+            yield SmallDisk(path)
+        finally:
+            subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
