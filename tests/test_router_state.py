@@ -65,7 +65,12 @@ class World:
             self.act(self.state.handle(Received(route, message, self.now + 1000.0), self.now))
 
     def tick(self, seconds: float = 0.0) -> None:
-        self.now += seconds
+        """Time passes, with a tick each 0.1 s as the server has it."""
+        end = self.now + seconds
+        while self.now + 0.1 < end:
+            self.now += 0.1
+            self.act(self.state.handle(Tick(), self.now))
+        self.now = end
         self.act(self.state.handle(Tick(), self.now))
 
     def beat(self, *engine_ids: str, free_blocks: int = 1000, incarnation: int = 1) -> None:
@@ -227,6 +232,36 @@ def test_three_missed_heartbeats_make_suspect_and_the_next_brings_back() -> None
     assert isinstance(world.answer("r2"), Pairing)
     world.tick(61.0)
     assert not world.state.cluster.engines and "left" in world.kinds
+
+
+def test_a_router_that_was_held_up_does_not_take_its_own_absence_for_silence() -> None:
+    """No false death after a pause of any length, read or unread; who stays silent afterwards is noticed in time."""
+    world = one_pair()
+    world.tick(0.4)
+    world.now += 30.0
+    world.act(world.state.handle(Tick(), world.now))
+    assert "suspect" not in world.kinds and "proxy_left" not in world.kinds
+    world.beat("d0")
+    began = world.now
+    while "suspect" not in world.kinds:
+        world.tick(0.1)
+    assert 0.8 <= world.now - began <= 1.5, "0.4 s before the pause, 0.25 s of it, the rest after it"
+    assert world.state.cluster.engines["p0"].is_suspect and not world.state.cluster.engines["d0"].is_suspect
+    world.beat("p0", "d0")
+    world.now += 3.0
+    world.tick()
+    assert world.kinds[-1] == "back"
+
+
+def test_slow_ticks_do_not_hide_a_death() -> None:
+    """On a host so loaded that each tick is late, silence still adds up."""
+    world = one_pair()
+    began = world.now
+    while "suspect" not in world.kinds:
+        world.now += 0.4
+        world.beat("d0")
+        world.act(world.state.handle(Tick(), world.now))
+    assert world.now - began <= 1.5 / 0.25 * 0.4 + 0.81
 
 
 def test_a_closed_connection_makes_suspect_at_once() -> None:
@@ -681,7 +716,6 @@ def test_a_proxy_that_leaves_takes_its_leases_and_questions_with_it() -> None:
     assert world.answers("r2") == [] and world.kinds[-1] == "proxy_left"
     world.ask("r3", proxy=b"proxy/y#1")
     for _ in range(4):
-        world.now += 1.0
+        world.tick(1.0)
         world.beat("d0", "p0")
-        world.tick()
     assert len(world.state.placement.queue) == 0 and not world.state.cluster.proxies

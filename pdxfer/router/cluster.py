@@ -138,13 +138,20 @@ class Cluster:
                 if before is not None and before.kind != ready.kind:
                     self._channel_changed(engine, before, ready)
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """We did not listen for so long: nobody's silence. Who is suspect already stays so until heard."""
+        if seconds > 0.0:
+            links = [link for engine in self.engines.values() if not engine.is_suspect for link in engine.links]
+            for link in (*links, *(proxy.link for proxy in self.proxies.values())):
+                link.last_seen = min(now, link.last_seen + seconds)
+
     def tick(self, now: float) -> None:
-        """Judge silence; tell workers their peers if those changed."""
+        """Judge silence, a tick early rather than a tick late; tell workers their peers if those changed."""
         for engine in list(self.engines.values()):
             silent_s = engine.silent_s(now)
             if all(now - link.last_seen > self._settings.forget_s for link in engine.links):
                 self.remove(engine, f"silent for {self._settings.forget_s:g} s, forgotten")
-            elif silent_s > self._settings.suspect_s and not engine.is_suspect:
+            elif silent_s > self._settings.suspect_s - self._settings.tick_s and not engine.is_suspect:
                 self.suspect(engine, f"no heartbeat for {silent_s:.1f} s")
         self._first_tick = min(self._first_tick, now)
         if self._peers_changed and now >= self._first_tick + self._settings.settle_s:

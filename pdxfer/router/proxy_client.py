@@ -156,8 +156,9 @@ class ProxyClient:
         self._socket = None
 
     def _beat(self) -> None:
-        """Once a heartbeat: report, and notice silence."""
+        """Once a heartbeat: report, and notice silence, after what has come is read."""
         assert self._loop is not None
+        self._on_ready()
         self._timer = self._loop.call_later(self._session.heartbeat_s, self._beat)
         now = self._clock.now()
         if self._session.judge(now):

@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 
 _BATCH = 256
 """Messages handled between two looks at the clock."""
-_TICK_S = 0.1
+_CATCH_UP_S = 0.5
+"""How long a tick waits for what has come to be read."""
 _EVENTS_KEPT = 16384
 _EVENTS_LISTED = 1000
 """Given out at once."""
@@ -188,20 +189,28 @@ class RouterServer:
 
     def _run(self) -> None:
         assert self._socket is not None
-        next_tick = self._clock.now() + _TICK_S
+        next_tick = self._clock.now() + self._settings.tick_s
         while not self._closing.is_set():
             self._socket.wait(next_tick - self._clock.now())
             self._drain_socket(self._socket)
             self._drain_inbox()
             if self._clock.now() >= next_tick:
+                self._catch_up(self._socket)
                 self._handle(Tick())
-                next_tick = self._clock.now() + _TICK_S
+                next_tick = self._clock.now() + self._settings.tick_s
 
-    def _drain_socket(self, socket: RouterSocket) -> None:
+    def _catch_up(self, socket: RouterSocket) -> None:
+        """Before silence is judged: a heartbeat that waits behind other messages was said."""
+        end = self._clock.now() + _CATCH_UP_S
+        while not self._drain_socket(socket) and self._clock.now() < end:
+            pass
+
+    def _drain_socket(self, socket: RouterSocket) -> bool:
+        """Handle a batch; True when nothing more has come."""
         for _ in range(_BATCH):
             received = socket.receive()
             if received is None:
-                return
+                return True
             route, payload = received
             if not self._flood.admits(route, len(payload), self._clock.now()):
                 self._counts["rate"] += 1
@@ -215,6 +224,7 @@ class RouterServer:
                 self._log_line("warning", f"message dropped, from {route[:80]!r}: {error}")
             else:
                 self._handle(Received(route, message, self._clock.wall()))
+        return False
 
     def _drain_inbox(self) -> None:
         try:

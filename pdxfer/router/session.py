@@ -1,7 +1,11 @@
 """What both clients share: when to say hello and to report, and whether the router is there. No I/O, no threads.
 
+A client reads all that has come before it has silence judged, and silence that it slept through is not counted.
+
 offline ──can send: hello──▶ greeting ──HeartbeatAck known──▶ connected ──not known, silence, closed──▶ offline
 """
+
+from pdxfer.router.attention import Attention
 
 MISSED_BEATS = 3
 """Heartbeats without an answer after which the router counts as lost."""
@@ -22,6 +26,7 @@ class Session:
         self.lag_s = 0.0
         """How late the last heartbeat was."""
         self._acked_at = now
+        self._attention = Attention(1.5 * heartbeat_s, now)
 
     def wait_s(self, now: float) -> float:
         """How long nothing is due."""
@@ -67,7 +72,8 @@ class Session:
         self._hello_at = now + REFUSED_PAUSE_S
 
     def judge(self, now: float) -> bool:
-        """Notice silence. True when the connection should be made anew."""
+        """Notice silence. True when the connection should be made anew. Called at least once a heartbeat."""
+        self._acked_at = min(now, self._acked_at + self._attention.look(now))
         silent_s = now - self._acked_at
         if silent_s > MISSED_BEATS * self.heartbeat_s:
             self.lost(now)

@@ -58,6 +58,16 @@ class RouterSettings:
             raise ConfigError(f"router.min_remote_tokens is {self.min_remote_tokens}: use 0 or more")
 
     @property
+    def attention_s(self) -> float:
+        """Longest time between two ticks of a router that is not held up; what goes beyond is nobody's silence."""
+        return self.heartbeat_s / 2
+
+    @property
+    def tick_s(self) -> float:
+        """Interval of ticks."""
+        return min(0.1, self.heartbeat_s / 4)
+
+    @property
     def suspect_s(self) -> float:
         """Silence after which an engine is suspect."""
         return self.heartbeat_s * self.missed_heartbeats

@@ -7,6 +7,7 @@ fails on what members send: a message that does not fit is dropped and counted.
 from collections.abc import Callable
 
 from pdxfer.core.ids import new_transfer_id
+from pdxfer.router.attention import Attention
 from pdxfer.router.cluster import Cluster
 from pdxfer.router.events import (
     Action,
@@ -64,6 +65,7 @@ class RouterState:
         self.relay = Relay(self.leases, settings.lease_s, self.out)
         self.cluster = Cluster(settings, secret, self.out, self._engine_lost)
         self.placement = Placement(settings, self.cluster, self.leases, self.out, mint)
+        self._attention = Attention(settings.attention_s)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event. `now` never goes back."""
@@ -185,6 +187,7 @@ class RouterState:
     # ---- the rest --------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        self.cluster.excuse(self._attention.look(self._now), self._now)
         self.cluster.tick(self._now)
         self.relay.expire(self._now)
         self._transfer_over()
