@@ -75,6 +75,9 @@ def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     """Unknown commands and options."""
     assert main.run(["nope"]) == 2
     assert main.run(["launch", "--role", "nope"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    allowed = "'router', 'prefill', 'decode', 'both', 'store', 'proxy', 'all'"
+    assert last == f"Error: Invalid value for '--role': 'nope' is not one of {allowed}."
     assert main.run(["config", "show", "--nope"]) == 2
 
 

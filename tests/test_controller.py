@@ -1,6 +1,7 @@
 """The management API over a real router: readiness, nodes, drain, events, metrics, token, signals."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -144,3 +145,17 @@ def _get(url: str) -> object:
             return json.load(answer)
     except OSError:
         return None
+
+
+def test_the_openapi_page_needs_nothing_from_elsewhere(router: RouterServer) -> None:
+    """/docs works without the internet: every reference is to this server, and is served; no validator is asked."""
+    api = TestClient(make_app(router, ControllerSettings()))
+    page = api.get("/docs").text
+    references = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert len(references) >= 3 and "SwaggerUIBundle" in page and '"validatorUrl": null' in page
+    assert "http" not in page
+    for reference in references:
+        assert reference.startswith("/") and api.get(reference).status_code == 200, reference
+    style = next(api.get(reference).text for reference in references if reference.endswith(".css"))
+    assert not re.search(r"@import|url\(\s*['\"]?(?:https?:)?//", style)
+    assert api.get("/redoc").status_code == 404

@@ -1,9 +1,11 @@
 """Operations on the members' stores, by REST over a real router: parts, ends, cancelling, keys, bounds, tokenising."""
 
+import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -17,6 +19,7 @@ from pdxfer.controller.access import MAX_BODY_BYTES
 from pdxfer.controller.cache import VERBS
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
+from pdxfer.router.client import ProxyClient
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.testing.fake_clock import FakeClock
 from pdxfer.wire.manage import StoreOp, StoreOpCancel, StoreOpUpdate
@@ -86,6 +89,20 @@ def engines(router: RouterServer) -> Iterator[list[StoreEngine]]:
     yield members
     for member in members:
         member.close()
+
+
+@contextmanager
+def serving_loop() -> Iterator[Callable[[Coroutine[Any, Any, None]], None]]:
+    """An event loop in a thread of its own; what it gives runs a coroutine there to its end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @pytest.fixture(autouse=True)
@@ -329,6 +346,15 @@ def test_what_operators_change_is_so_afterwards(
     level = api.put("/v1/nodes/e0/log-level", json={"level": "DEBUG"})
     assert level.status_code == 200 and level.json()["ranks"][0]["log_level"] == "DEBUG"
     assert api.put("/v1/log-level", json={"level": "INFO"}).json() == {"level": "INFO"}
+    proxy = ProxyClient(endpoint=router.endpoint, proxy_id="x1", security=None, on_message=print, heartbeat_s=0.1)
+    with serving_loop() as run:
+        run(proxy.start())
+        wait_until(lambda: [p["proxy_id"] for p in api.get("/v1/proxies").json()["proxies"]] == ["x1"])
+        changed = api.put("/v1/proxies/x1/log-level", json={"level": "WARNING"})
+        assert changed.status_code == 200 and changed.json()["log_level"] == "WARNING"
+        assert logging.getLogger("pdxfer").level == logging.WARNING
+        run(proxy.close())
+    assert api.put("/v1/proxies/nobody/log-level", json={"level": "INFO"}).status_code == 404
     for path, body in [("role", {"role": "both"}), ("credit", {"limit_blocks": 1}), ("log-level", {"level": "INFO"})]:
         assert api.put(f"/v1/nodes/nobody/{path}", json=body).status_code == 404
     prefill.close()

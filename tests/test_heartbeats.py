@@ -1,7 +1,6 @@
-"""Death and false death on a host whose cores are all busy: a whole cluster of fake engines, beside processes that spin.
+"""Death and false death on a host whose cores are all busy: a cluster of fake engines, beside processes that spin.
 
-Nobody is suspected while all live, however late the host runs them; one that is stopped is noticed in time, and one
-that is killed as soon as a client asks for it.
+Nobody is suspected while all live, however late the host runs them; one that is stopped is noticed in time.
 """
 
 import os

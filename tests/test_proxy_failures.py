@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from proxy_rig import MODEL, Rig, rig
 
+from pdxfer.core.errors import CutOffError
 from pdxfer.proxy.app import run
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
@@ -240,7 +241,8 @@ async def test_sigterm_drains_and_a_second_one_forces() -> None:
         assert not serving.done()
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(5):
-            await serving
+            with pytest.raises(CutOffError, match="1 requests running"):
+                await serving
         await asyncio.gather(request, return_exceptions=True)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -341,3 +342,20 @@ async def test_what_is_no_http_is_refused_and_the_proxy_lives(data: bytes) -> No
         assert b" 500 " not in answer.split(b"\r\n")[0]
         writer.close()
         assert await r.get("/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("length", ["-5", "9" * 30, "+5", "1e3", "five", "5, 6", str(10**18)])
+@pytest.mark.parametrize("where", ["proxy", "engine"])
+async def test_an_absurd_content_length_is_the_clients_fault(
+    length: str, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """400, or 413 if it is a number; at once, and without a line at WARNING or above."""
+    async with rig() as r:
+        port = r.proxy.port if where == "proxy" else int(r.prefill.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
+        async with asyncio.timeout(5):
+            status = (await reader.readline()).split()[1]
+        writer.close()
+        assert status == (b"413" if length.isdigit() and len(length) < 20 else b"400")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]

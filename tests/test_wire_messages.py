@@ -61,6 +61,10 @@ def test_refusals_say_the_values() -> None:
     """Size and version errors name what came and what is spoken here."""
     with pytest.raises(ProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes"):
         DECODER.decode(bytes(MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(ProtocolError, match="no message of pdxfer: it begins with b'GET / HTTP/1.1'"):
+        DECODER.decode(b"GET / HTTP/1.1")
+    with pytest.raises(ProtocolError, match=r"no message of pdxfer: it begins with b'\\x00\\xff"):
+        DECODER.decode(b"\x00\xff" * 1000)
     with pytest.raises(ProtocolError, match=f"version 9, this side speaks {PROTOCOL}"):
         DECODER.decode(b"\x09\x80")
 

@@ -117,17 +117,36 @@ def credit(
 def log_level(
     level: Annotated[Level, typer.Argument(help="From now on.", case_sensitive=False)],
     engine_id: Annotated[str, typer.Option("--engine", help="An engine; else the router itself.")] = "",
+    proxy_id: Annotated[str, typer.Option("--proxy", help="A proxy, as `pdxfer nodes proxies` shows it.")] = "",
     url: Url = "",
     token_file: TokenFile = "",
     config: ConfigFiles = None,
     set_: Sets = None,
 ) -> None:
-    """Log more, or less, without a restart; returns when all halves of the engine have confirmed it.
+    """Log more, or less, without a restart; returns when the process has confirmed it, an engine's all.
 
     Example: pdxfer nodes log-level DEBUG --engine d0
     """
-    connect(url, token_file, config, set_).set_log_level(level.value, engine_id)
-    print(f"{engine_id or 'router'} logs {level.value}")
+    if engine_id and proxy_id:
+        raise typer.BadParameter(f"--engine {engine_id} and --proxy {proxy_id}: name one of them")
+    connect(url, token_file, config, set_).set_log_level(level.value, engine_id, proxy_id)
+    print(f"{engine_id or proxy_id or 'router'} logs {level.value}")
+
+
+@app.command()
+def proxies(
+    url: Url = "", token_file: TokenFile = "", config: ConfigFiles = None, set_: Sets = None, as_json: AsJson = False
+) -> None:
+    """Proxies the router knows, and what they log.
+
+    Example: pdxfer nodes proxies
+    """
+    found = connect(url, token_file, config, set_).proxies()
+    if as_json:
+        print_json(found)
+    else:
+        rows = [[proxy.proxy_id, f"{proxy.silent_s:.1f}", proxy.log_level] for proxy in found]
+        print_table(["PROXY", "SILENT S", "LOG LEVEL"], rows)
 
 
 @app.command()

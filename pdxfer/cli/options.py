@@ -3,10 +3,12 @@
 import json
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from typer.core import TyperCommand
 
 from pdxfer.config.load import Loaded, load
 
@@ -21,9 +23,27 @@ Sets = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+class _Command(TyperCommand):
+    """A command whose usage errors name the value and what is allowed, without words of the library that checked it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
+class _App(typer.Typer):
+    """Commands of one file."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        return super().command(name, **{"cls": _Command, **options})
+
+
 def new_app() -> typer.Typer:
     """An app as all commands use it; errors go to main.run."""
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    return _App(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def load_settings(

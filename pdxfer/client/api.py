@@ -17,7 +17,7 @@ from pdxfer.client.operations import Operation
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ConfigError, DeadlineError, PdxferError, UnreachableError
 from pdxfer.router.server import EventRecord
-from pdxfer.router.snapshot import EngineView
+from pdxfer.router.snapshot import EngineView, ProxyView
 from pdxfer.wire.manage import StoreVerb
 from pdxfer.wire.messages import Role
 
@@ -107,9 +107,15 @@ class ControllerClient:
         """Bound what is promised of its blocks; None: no bound."""
         return self._ask("PUT", _node(engine_id, "credit"), EngineView, body={"limit_blocks": limit_blocks})
 
-    def set_log_level(self, level: str, engine_id: str = "") -> None:
-        """Of an engine's processes, or of the router's."""
+    def proxies(self) -> list[ProxyView]:
+        """All proxies the router knows."""
+        return self._ask("GET", "/v1/proxies", list[ProxyView], field="proxies")
+
+    def set_log_level(self, level: str, engine_id: str = "", proxy_id: str = "") -> None:
+        """Of an engine's processes, of a proxy's, or of the router's."""
         path = _node(engine_id, "log-level") if engine_id else "/v1/log-level"
+        if proxy_id:
+            path = f"/v1/proxies/{quote(proxy_id, safe='')}/log-level"
         self._ask("PUT", path, dict[str, Any], body={"level": level})
 
     def policy(self) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The router's process: router thread and management API together, until a signal ends them.
 
-First SIGTERM or SIGINT: not ready, no new pairings, running transfers finish (bounded). Second: at once.
+First SIGTERM or SIGINT: not ready, no new pairings, running transfers finish (bounded). Second: at once, and if
+transfers were left, CutOffError.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import uvicorn
 from pdxfer.controller.board import Board
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
-from pdxfer.core.errors import ConfigError
+from pdxfer.core.errors import ConfigError, CutOffError
 from pdxfer.router.server import RouterServer
 from pdxfer.router.settings import RouterSettings
 from pdxfer.wire.keys import load_server_security
@@ -34,7 +35,8 @@ OnListening = Callable[[str, int], None]
 
 
 def serve(router: RouterSettings, controller: ControllerSettings, on_listening: OnListening | None = None) -> None:
-    """Run both until SIGTERM or SIGINT. Blocks; main thread only. Raises ConfigError for bad keys or taken ports."""
+    """Run both until SIGTERM or SIGINT. Blocks; main thread only. Raises ConfigError for bad keys or taken ports, and
+    CutOffError if transfers were left."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     security = load_server_security(router.keys_dir) if router.keys_dir is not None else None
     server = RouterServer(router, security)
@@ -44,8 +46,13 @@ def serve(router: RouterSettings, controller: ControllerSettings, on_listening: 
         log.info("controller on http://%s:%d, token %s", controller.host, port, "on" if controller.token else "off")
         if on_listening is not None:
             on_listening(server.endpoint, port)
-        asyncio.run(_serve_http(server, controller, listener))
+        num_left = asyncio.run(_serve_http(server, controller, listener))
     log.info("router stopped")
+    if num_left:
+        raise CutOffError(
+            f"the router was stopped with {num_left} transfers running: a second signal came, or they had not ended "
+            f"within {controller.drain_timeout_s:g} s (proxy.drain_timeout_s); the engines end them without it"
+        )
 
 
 class _HttpServer(uvicorn.Server):
@@ -56,7 +63,8 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-async def _serve_http(router: RouterServer, settings: ControllerSettings, listener: socket.socket) -> None:
+async def _serve_http(router: RouterServer, settings: ControllerSettings, listener: socket.socket) -> int:
+    """Until a signal. Returns how many transfers were left."""
     board = Board(router)
     board.start()
     http = _HttpServer(
@@ -72,24 +80,25 @@ async def _serve_http(router: RouterServer, settings: ControllerSettings, listen
     serving = asyncio.create_task(http.serve([listener]))
     stopping = asyncio.create_task(asked.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    await _drain(router, settings.drain_timeout_s, forced)
+    num_left = await _drain(router, settings.drain_timeout_s, forced)
     stopping.cancel()
     await asyncio.to_thread(board.close)
     http.should_exit = True
     await serving
+    return num_left
 
 
-async def _drain(router: RouterServer, timeout_s: float, forced: asyncio.Event) -> None:
-    """No new pairings; wait for the leases that run, a second signal, or the deadline."""
+async def _drain(router: RouterServer, timeout_s: float, forced: asyncio.Event) -> int:
+    """No new pairings; wait for the leases that run, a second signal, or the deadline. Returns how many are left."""
     router.stop_pairing()
     deadline = asyncio.get_running_loop().time() + timeout_s
-    while not forced.is_set():
+    while True:
         num_leases = (await asyncio.to_thread(router.snapshot)).num_leases
-        if num_leases == 0:
-            return
+        if num_leases == 0 or forced.is_set():
+            return num_leases
         if asyncio.get_running_loop().time() >= deadline:
             log.warning("%d transfers had not ended %g s after the signal to stop", num_leases, timeout_s)
-            return
+            return num_leases
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(forced.wait(), _POLL_S)
 

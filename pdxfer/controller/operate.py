@@ -1,21 +1,22 @@
 """What operators change while it runs: drain, role, credit, log level, policy. Each answers with the state after it."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from pdxfer.core.errors import ConfigError
-from pdxfer.router.events import SetCreditLimit, SetRole, Tell
+from pdxfer.core.logs import own_level, set_own_level
+from pdxfer.router.events import SetCreditLimit, SetRole, Tell, TellProxy
 from pdxfer.router.server import RouterServer
-from pdxfer.router.snapshot import EngineView
+from pdxfer.router.snapshot import EngineView, ProxyView
 from pdxfer.wire.manage import SetLogLevel
 from pdxfer.wire.messages import Role
 
+View = TypeVar("View", EngineView, ProxyView)
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _CONFIRM_S = 3.0
 """A member says its new state with its next heartbeat; one that is silent for longer is said to be."""
@@ -64,6 +65,13 @@ class LogLevel:
     level: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proxies:
+    """All proxies that the router knows."""
+
+    proxies: list[ProxyView]
+
+
 def add_operate(app: FastAPI, router: RouterServer) -> None:
     """Add the routes."""
 
@@ -108,28 +116,36 @@ def add_operate(app: FastAPI, router: RouterServer) -> None:
         """Of an engine's processes; answers once all of its halves have said so."""
         await asyncio.to_thread(find, engine_id)
         router.operate(Tell(engine_id, SetLogLevel(level=new.level), workers_only=False))
-        return await confirmed(lambda: find(engine_id), lambda engine: _levels(engine) == {new.level})
+        return await _confirmed(engine_id, lambda: find(engine_id), lambda engine: _levels(engine) == {new.level})
 
-    async def confirmed(look: Callable[[], EngineView], is_so: Callable[[EngineView], bool]) -> EngineView:
-        end = asyncio.get_running_loop().time() + _CONFIRM_S
-        while True:
-            engine = await asyncio.to_thread(look)
-            if is_so(engine):
-                return engine
-            if asyncio.get_running_loop().time() >= end:
-                raise HTTPException(504, f"engine {engine.engine_id} did not confirm within {_CONFIRM_S:g} s")
-            await asyncio.sleep(_LOOK_S)
+    def find_proxy(proxy_id: str) -> ProxyView:
+        for proxy in router.snapshot().proxies:
+            if proxy.proxy_id == proxy_id:
+                return proxy
+        raise HTTPException(404, f"no proxy {proxy_id[:80]!r} has joined; GET /v1/proxies lists those that have")
+
+    @app.get("/v1/proxies")
+    def proxies() -> Proxies:
+        """All proxies that the router knows."""
+        return Proxies(proxies=router.snapshot().proxies)
+
+    @app.put("/v1/proxies/{proxy_id}/log-level", responses={404: {}, 504: {}})
+    async def proxy_level(proxy_id: str, new: NewLevel) -> ProxyView:
+        """Of a proxy's process; answers once it has said so."""
+        await asyncio.to_thread(find_proxy, proxy_id)
+        router.operate(TellProxy(proxy_id, SetLogLevel(level=new.level)))
+        return await _confirmed(proxy_id, lambda: find_proxy(proxy_id), lambda proxy: proxy.log_level == new.level)
 
     @app.get("/v1/log-level")
-    def own_level() -> LogLevel:
+    def router_level() -> LogLevel:
         """Of the router's process."""
-        return LogLevel(level=logging.getLevelName(logging.getLogger("pdxfer").getEffectiveLevel()))
+        return LogLevel(level=own_level())
 
     @app.put("/v1/log-level")
-    def set_own_level(new: NewLevel) -> LogLevel:
+    def set_router_level(new: NewLevel) -> LogLevel:
         """Of the router's process."""
-        logging.getLogger("pdxfer").setLevel(new.level)
-        return own_level()
+        set_own_level(new.level)
+        return router_level()
 
     @app.get("/v1/policy")
     def policy() -> dict[str, float]:
@@ -146,6 +162,18 @@ def add_operate(app: FastAPI, router: RouterServer) -> None:
         except ConfigError as error:
             raise HTTPException(422, str(error)) from error
         return router.snapshot().policy
+
+
+async def _confirmed(name: str, look: Callable[[], View], is_so: Callable[[View], bool]) -> View:
+    """What `look` shows once the member has confirmed. Raises HTTPException if it does not."""
+    end = asyncio.get_running_loop().time() + _CONFIRM_S
+    while True:
+        view = await asyncio.to_thread(look)
+        if is_so(view):
+            return view
+        if asyncio.get_running_loop().time() >= end:
+            raise HTTPException(504, f"{name} did not confirm within {_CONFIRM_S:g} s")
+        await asyncio.sleep(_LOOK_S)
 
 
 def _levels(engine: EngineView) -> set[str]:

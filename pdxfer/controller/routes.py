@@ -1,6 +1,7 @@
 """The REST routes. Thin: each reads one snapshot of the router, or posts one wish and reads the state after it.
 
-OpenAPI at /docs, the status page at /. With a token set, every path but those in access.py asks for it.
+OpenAPI at /docs (the page is served from here whole: no CDN, no validator elsewhere), the status page at /. With a
+token set, every path but those in access.py asks for it.
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 
 from pdxfer.client.model import EngineHealth, RequestTimeline, Summary
 from pdxfer.controller.access import LimitBody, RequireToken
@@ -68,7 +70,12 @@ def make_app(router: RouterServer, settings: ControllerSettings, board: Board | 
     """The application over a started router. `board` is the caller's to start and close."""
     board = board or Board(router)
     streams, operations = Streams(board, router), Operations(router)
-    app = FastAPI(title="pdxfer controller", summary="Membership, readiness, drain and metrics of one pdxfer router")
+    app = FastAPIOffline(
+        title="pdxfer controller",
+        summary="Membership, readiness, drain and metrics of one pdxfer router",
+        redoc_url=None,
+        swagger_ui_parameters={"validatorUrl": None},
+    )
     metrics = RouterMetrics()
     router.listeners.append(metrics.on_router)
 

@@ -17,6 +17,10 @@ class UnreachableError(PdxferError):
     """The other side did not answer; it may later. Exit code 3 in the CLI."""
 
 
+class CutOffError(PdxferError):
+    """A process left before what ran in it had ended, because it was told to or its time was up. Exit code 1."""
+
+
 class ProtocolError(PdxferError):
     """The remote peer sent something that is not our protocol. The message is dropped and counted."""
 

@@ -33,6 +33,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+def own_level() -> str:
+    """Least severe level that our loggers let through in this process."""
+    return logging.getLevelName(logging.getLogger("pdxfer").getEffectiveLevel())
+
+
+def set_own_level(level: str) -> None:
+    """Change it; nothing else that logs in this process is touched."""
+    logging.getLogger("pdxfer").setLevel(level)
+
+
 def setup_logging(level: str = "INFO", style: str = "auto", stream: TextIO | None = None) -> None:
     """Configure the root logger of this process. `style` is auto, text or json; `stream` defaults to stderr."""
     out = stream if stream is not None else sys.stderr

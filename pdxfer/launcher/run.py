@@ -1,7 +1,7 @@
 """Runs a plan in the foreground: prints what happens, obeys signals, cleans up. What `pdxfer launch` calls.
 
 First SIGTERM or SIGINT drains (proxy not ready → no new pairings → running requests finish → everything leaves);
-a second one kills.
+a second one kills, and the launch has failed then.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import TextIO
 from pdxfer.config.load import dump
 from pdxfer.config.schema import Config
 from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.core.errors import CutOffError
 from pdxfer.launcher.spec import ProcessSpec
 from pdxfer.launcher.supervise import Supervisor
 
@@ -63,11 +64,12 @@ async def run_plan(
     max_restarts: int,
     on_ready: Callable[[], None],
 ) -> None:
-    """Start, keep up, and take down at a signal. Raises LaunchError if something could not be started or kept."""
+    """Start, keep up, and take down at a signal. Raises LaunchError if something could not be started or kept, and
+    CutOffError if a second signal killed it."""
     console = Console(stream, [spec.name for spec in specs])
     supervisor = Supervisor(specs, environ, console, max_restarts=max_restarts)
-    asked = asyncio.Event()
-    _on_signals(supervisor, asked, console)
+    asked, forced = asyncio.Event(), asyncio.Event()
+    _on_signals(supervisor, asked, forced, console)
     work = asyncio.create_task(_start_and_watch(supervisor, console, on_ready))
     stop = asyncio.create_task(asked.wait())
     try:
@@ -80,11 +82,14 @@ async def run_plan(
         await asyncio.gather(work, stop, return_exceptions=True)
         await supervisor.stop()
         console.note("all processes have left")
+    if forced.is_set():
+        raise CutOffError("a second signal came while processes were draining: those that still ran were killed")
 
 
-def _on_signals(supervisor: Supervisor, asked: asyncio.Event, console: Console) -> None:
+def _on_signals(supervisor: Supervisor, asked: asyncio.Event, forced: asyncio.Event, console: Console) -> None:
     def on_signal() -> None:
         if asked.is_set():
+            forced.set()
             console.note("second signal: killing what still runs")
             supervisor.force()
         else:

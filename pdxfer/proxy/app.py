@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
-from pdxfer.core.errors import ConfigError
+from pdxfer.core.errors import ConfigError, CutOffError
 from pdxfer.metrics.catalog import MetricSet
 from pdxfer.metrics.exporter import CONTENT_TYPE, render
 from pdxfer.metrics.tracing import Tracer
@@ -18,6 +18,7 @@ from pdxfer.proxy.admission import Admission
 from pdxfer.proxy.engine_http import EngineHttp
 from pdxfer.proxy.engines import Engines
 from pdxfer.proxy.errors import ApiError
+from pdxfer.proxy.http_log import HTTP_LOG
 from pdxfer.proxy.pairer import Notice, OnMessage, Pairer
 from pdxfer.proxy.readiness import Readiness
 from pdxfer.proxy.router_link import RouterLink
@@ -51,6 +52,11 @@ class Proxy:
 
     def __repr__(self) -> str:
         return f"<Proxy {self._settings.host}:{self.port} {self._admission if self._runner else 'stopped'}>"
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that run."""
+        return self._admission.in_flight
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the address cannot be had."""
@@ -86,17 +92,19 @@ class Proxy:
         await self._pairer.start()
         await self._listen()
 
-    async def stop(self, *, force: asyncio.Event | None = None) -> None:
-        """Stop accepting, let running requests finish within the bound (or until `force`), close everything."""
+    async def stop(self, *, force: asyncio.Event | None = None) -> int:
+        """Stop accepting, let running requests finish within the bound (or until `force`), close everything. Returns
+        how many were cut off."""
         if self._runner is None:
-            return
+            return 0
         if self._site is not None:
             await self._site.stop()
         drained = asyncio.create_task(self._admission.drained(self._settings.drain_timeout_s))
         forced = asyncio.create_task((force or asyncio.Event()).wait())
         await asyncio.wait([drained, forced], return_when=asyncio.FIRST_COMPLETED)
-        if not drained.done() or not drained.result():
-            log.warning("cutting off %d running requests", self._admission.in_flight)
+        num_cut = self._admission.in_flight
+        if num_cut:
+            log.warning("cutting off %d running requests", num_cut)
         for task in (drained, forced):
             task.cancel()
         await asyncio.gather(drained, forced, return_exceptions=True)
@@ -106,6 +114,7 @@ class Proxy:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
         self._runner = None
+        return num_cut
 
     def _make_tracer(self) -> Tracer | None:
         settings = self._settings
@@ -212,8 +221,9 @@ class Proxy:
 
     async def _listen(self) -> None:
         self._runner = web.AppRunner(
-            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.2, keepalive_timeout=75.0
-        )
+            self._app(), handler_cancellation=True, access_log=None, logger=HTTP_LOG, shutdown_timeout=0.2,
+            keepalive_timeout=75.0,
+        )  # fmt: skip
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
         try:
@@ -244,7 +254,8 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def serve(settings: ProxySettings) -> None:
-    """Run one proxy until SIGTERM; a second signal does not wait for running requests. Raises ConfigError."""
+    """Run one proxy until SIGTERM; a second signal does not wait for running requests. Raises ConfigError, and
+    CutOffError if requests were cut off."""
     security = load_client_security(settings.keys_dir) if settings.keys_dir else None
 
     def make_pairer(on_message: OnMessage) -> Pairer:
@@ -256,7 +267,7 @@ def serve(settings: ProxySettings) -> None:
 
 
 async def run(settings: ProxySettings, make_pairer: Callable[[OnMessage], Pairer]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal cuts what still runs."""
+    """Serve until SIGTERM or SIGINT, then drain; a second signal cuts what still runs. Raises CutOffError if so."""
     stop, force = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -268,5 +279,9 @@ async def run(settings: ProxySettings, make_pairer: Callable[[OnMessage], Pairer
     proxy = Proxy(settings, make_pairer)
     await proxy.start()
     await stop.wait()
-    log.info("draining: %r", proxy)
-    await proxy.stop(force=force)
+    log.info("draining: no new requests, %d still run; a second signal cuts them off", proxy.in_flight)
+    if num_cut := await proxy.stop(force=force):
+        raise CutOffError(
+            f"the proxy was stopped with {num_cut} requests running: a second signal came, or they had not ended "
+            f"within {settings.drain_timeout_s:g} s (proxy.drain_timeout_s)"
+        )

@@ -157,7 +157,10 @@ class Service:
     async def _read(self, exchange: Exchange) -> bytes:
         """The request's body."""
         limit_s = min(self._settings.client_stall_s, exchange.remaining_s())
+        declared, allowed = exchange.request.content_length or 0, self._settings.max_body_bytes
         try:
+            if declared > allowed:
+                raise web.HTTPRequestEntityTooLarge(allowed, declared)
             async with asyncio.timeout(limit_s):
                 return await exchange.request.read()
         except TimeoutError as error:

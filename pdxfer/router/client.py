@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ProtocolError
+from pdxfer.core.logs import own_level, set_own_level
 from pdxfer.router.proxy_client import ProxyClient
 from pdxfer.router.session import Session
 from pdxfer.wire.keys import ClientSecurity
@@ -151,7 +152,7 @@ class MemberClient:
                 self._tell_link()
                 continue
             if isinstance(message, SetLogLevel):
-                logging.getLogger("pdxfer").setLevel(message.level)
+                set_own_level(message.level)
                 log.info("log level is %s from now on, as the controller says", message.level)
                 self._session.beat_now()
                 continue
@@ -174,8 +175,8 @@ class MemberClient:
             for message in self._hello():
                 self._socket.send(encode(message))
         if self._session.take_beat(now):
-            level = logging.getLevelName(logging.getLogger("pdxfer").getEffectiveLevel())
-            self._socket.send(encode(replace(self._beat(), lag_s=self._session.lag_s, log_level=level)))
+            beat = replace(self._beat(), lag_s=self._session.lag_s, log_level=own_level())
+            self._socket.send(encode(beat))
 
     def _flush(self) -> None:
         """Queued messages wait until the router knows us: hello comes first."""

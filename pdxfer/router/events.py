@@ -67,7 +67,14 @@ class Tell(msgspec.Struct, frozen=True):
     workers_only: bool = True
 
 
-Event = Received | Unreachable | Tick | SetDrain | Stop | SetRole | SetCreditLimit | SetPolicy | Tell
+class TellProxy(msgspec.Struct, frozen=True):
+    """An operator's message to a proxy. Unknown proxies are not told."""
+
+    proxy_id: str
+    message: FromRouter
+
+
+Event = Received | Unreachable | Tick | SetDrain | Stop | SetRole | SetCreditLimit | SetPolicy | Tell | TellProxy
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):

@@ -14,8 +14,10 @@ from msgspec.structs import replace
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ProtocolError, UnreachableError
 from pdxfer.core.ids import new_incarnation, new_request_id
+from pdxfer.core.logs import own_level, set_own_level
 from pdxfer.router.session import Session
 from pdxfer.wire.keys import ClientSecurity
+from pdxfer.wire.manage import SetLogLevel
 from pdxfer.wire.messages import (
     Busy,
     Ended,
@@ -167,9 +169,8 @@ class ProxyClient:
             self._shut(0.0)
             self._open()
         if self._socket is not None and self._socket.can_send:
-            beat = Heartbeat(incarnation=self._incarnation, wall=self._clock.wall())
             self._greet(now)
-            self._socket.send(encode(beat))
+            self._report()
         self._on_ready()
 
     def _on_ready(self) -> None:
@@ -186,6 +187,10 @@ class ProxyClient:
             else:
                 self._session.lost(now)
         self._tell_link()
+
+    def _report(self) -> None:
+        beat = Heartbeat(incarnation=self._incarnation, wall=self._clock.wall(), log_level=own_level())
+        self._put(beat)
 
     def _greet(self, now: float) -> None:
         if self._session.is_hello_due(now) and self._socket is not None:
@@ -204,6 +209,10 @@ class ProxyClient:
             self._answer(message)
         elif isinstance(message, Stamp | Ended | LegFailed):
             self._on_message(message)
+        elif isinstance(message, SetLogLevel):
+            set_own_level(message.level)
+            log.info("log level is %s from now on, as the controller says", message.level)
+            self._report()
         elif isinstance(message, Refused):
             log.error("the router at %s refused proxy %s: %s", self._endpoint, self._proxy_id, message.reason)
             self._session.refused(now)

@@ -30,6 +30,7 @@ from pdxfer.router.events import (
     SetRole,
     Stop,
     Tell,
+    TellProxy,
     Tick,
     Unreachable,
 )
@@ -162,8 +163,8 @@ class RouterServer:
         """Take an engine out of new pairings, or back. Unknown ids do nothing."""
         self._post(SetDrain(engine_id, on))
 
-    def operate(self, change: SetRole | SetCreditLimit | Tell) -> None:
-        """An operator's wish. Unknown engines are left alone."""
+    def operate(self, change: SetRole | SetCreditLimit | Tell | TellProxy) -> None:
+        """An operator's wish. Unknown members are left alone."""
         self._post(change)
 
     def set_policy(self, changes: Mapping[str, float]) -> RouterSettings:

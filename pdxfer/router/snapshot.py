@@ -6,7 +6,7 @@ from msgspec.structs import asdict, replace
 
 from pdxfer.router.cluster import Cluster
 from pdxfer.router.leases import Leases
-from pdxfer.router.members import Engine, Worker
+from pdxfer.router.members import Engine, Proxy, Worker
 from pdxfer.router.outbox import Outbox
 from pdxfer.router.placement import Placement
 from pdxfer.router.settings import LIVE, RouterSettings
@@ -107,6 +107,17 @@ class EngineView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyView:
+    """One proxy."""
+
+    proxy_id: str
+    silent_s: float
+    """Since its last word."""
+    log_level: str
+    """Empty: not reported yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The whole router."""
 
@@ -131,6 +142,7 @@ class Snapshot:
     """Messages dropped since start, by reason."""
     ended: dict[str, int] = field(default_factory=dict)
     """Leases ended since start, by outcome."""
+    proxies: list[ProxyView] = field(default_factory=list)
     flows: list[FlowView] = field(default_factory=list)
     policy: dict[str, float] = field(default_factory=dict)
     """Live settings, by name."""
@@ -157,6 +169,7 @@ def take_snapshot(
         answers={value: count for (name, value), count in out.counts.items() if name == "answers"},
         refused={value: count for (name, value), count in out.counts.items() if name == "refused"},
         ended={value: count for (name, value), count in out.counts.items() if name == "ended"},
+        proxies=[_proxy_view(proxy, now) for proxy in cluster.proxies.values()],
         flows=[
             FlowView(
                 prefill=prefill, decode=decode, num_live=flow.num_live, num_ended=flow.num_ended,
@@ -195,6 +208,13 @@ def _state(engine: Engine) -> str:
     if not engine.is_joined:
         return "joining"
     return "draining" if engine.is_draining else "ready"
+
+
+def _proxy_view(proxy: Proxy, now: float) -> ProxyView:
+    beat = proxy.link.beat
+    return ProxyView(
+        proxy_id=proxy.proxy_id, silent_s=now - proxy.link.last_seen, log_level=beat.log_level if beat else ""
+    )
 
 
 def _view(engine: Engine, leases: Leases, now: float) -> EngineView:

@@ -19,6 +19,7 @@ from pdxfer.router.events import (
     SetRole,
     Stop,
     Tell,
+    TellProxy,
     Tick,
     Unreachable,
 )
@@ -205,7 +206,7 @@ class RouterState:
         (self._draining.add if on else self._draining.discard)(engine_id)
         self._transfer_over()
 
-    def _operate(self, event: SetRole | SetCreditLimit | SetPolicy | Tell) -> None:
+    def _operate(self, event: SetRole | SetCreditLimit | SetPolicy | Tell | TellProxy) -> None:
         """What operators change while it runs."""
         if isinstance(event, SetPolicy):
             self._settings = event.settings
@@ -214,6 +215,10 @@ class RouterState:
             self.placement.apply(event.settings)
             self.out.happened("policy")
             self._capacity_changed = True
+            return
+        if isinstance(event, TellProxy):
+            routes = [p.link.route for p in self.cluster.proxies.values() if p.proxy_id == event.proxy_id]
+            self.out.send(event.message, *routes)
             return
         engine = self.cluster.engines.get(event.engine_id)
         if engine is None:

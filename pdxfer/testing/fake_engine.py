@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from pdxfer.core.ids import new_request_id
+from pdxfer.proxy.http_log import HTTP_LOG
 from pdxfer.testing import fake_api
 from pdxfer.testing.fake_api import BadRequest, Endpoint, Job
 from pdxfer.testing.fake_compute import Kv, KvError, Wait
 
 log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +97,16 @@ class FakeEngine:
         return f"<FakeEngine {self.settings.engine_id} {self.url} running={c.running} finished={c.finished}>"
 
     async def __aenter__(self) -> "FakeEngine":
-        app = web.Application(client_max_size=64 << 20)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", lambda request: self._generate(request, "completions"))
         app.router.add_post("/v1/chat/completions", lambda request: self._generate(request, "chat"))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_route("*", "/{path:.*}", self._echo)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=HTTP_LOG, shutdown_timeout=0.2
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
         self.url = f"http://{self.settings.host}:{self._runner.addresses[0][1]}"
@@ -209,6 +214,8 @@ class FakeEngine:
         )
 
     async def _note(self, request: web.Request) -> bytes:
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
         body = await request.read()
         if self._keep_requests:
             headers = {name.lower(): value for name, value in request.headers.items()}

@@ -14,6 +14,10 @@ PROTOCOL = 2
 MAX_MESSAGE_BYTES = 2 << 20
 """Bound of one control message: a Grant for a million tokens in blocks of 16 is below 0.4 MiB."""
 
+_LAST_VERSION = 31
+"""No version will be a printable character: what begins with one is not ours."""
+_SHOWN_BYTES = 16
+
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -36,10 +40,18 @@ class Decoder(Generic[T]):
         if not 2 <= len(data) <= MAX_MESSAGE_BYTES:
             raise ProtocolError(f"message of {len(data)} bytes; allowed are 2..{MAX_MESSAGE_BYTES}")
         if data[0] != PROTOCOL:
-            raise ProtocolError(
-                f"protocol version {data[0]}, this side speaks {PROTOCOL}: run the same pdxfer release on both sides"
-            )
+            raise ProtocolError(_foreign(bytes(data[:_SHOWN_BYTES])))
         try:
             return self._decoder.decode(memoryview(data)[1:])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"malformed message: {error}") from error
+
+
+def _foreign(start: bytes) -> str:
+    """What arrived instead of our version."""
+    if 0 < start[0] <= _LAST_VERSION:
+        return (
+            f"protocol version {start[0]}, this side speaks {PROTOCOL} (the message begins with {start.hex(' ')}): run "
+            "the same pdxfer release on both sides"
+        )
+    return f"no message of pdxfer: it begins with {start!r}; what else talks to this port?"
