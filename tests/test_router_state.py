@@ -220,10 +220,10 @@ def test_an_unknown_member_is_asked_for_its_hello() -> None:
 def test_three_missed_heartbeats_make_suspect_and_the_next_brings_back() -> None:
     """No pairing meanwhile; forgotten after a minute."""
     world = one_pair()
-    world.tick(1.4)
+    world.tick(1.3)
     world.beat("p0")
     world.tick(0.2)
-    assert world.kinds[-1] == "suspect"
+    assert world.kinds[-1] == "suspect", "a tick early rather than a tick late: within 1.5 s"
     world.ask(deadline_s=0.0)
     assert isinstance(world.answer("r1"), Busy)
     world.beat("d0")
@@ -245,7 +245,7 @@ def test_a_router_that_was_held_up_does_not_take_its_own_absence_for_silence() -
     began = world.now
     while "suspect" not in world.kinds:
         world.tick(0.1)
-    assert 0.8 <= world.now - began <= 1.5, "0.4 s before the pause, 0.25 s of it, the rest after it"
+    assert 0.7 <= world.now - began <= 1.5, "0.4 s before the pause, 0.25 s of it, the rest after it, a tick early"
     assert world.state.cluster.engines["p0"].is_suspect and not world.state.cluster.engines["d0"].is_suspect
     world.beat("p0", "d0")
     world.now += 3.0
