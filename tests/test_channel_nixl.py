@@ -116,7 +116,7 @@ def test_descriptor_rows_and_indices_agree_with_the_layout() -> None:
 def test_golden_bytes_of_a_note() -> None:
     """The format changes only on purpose: a new version number and a dated line in nixl_notes.py."""
     note = nixl_notes.seal(b"k" * 32, NoteType.PROBE, b"ab")
-    assert note.hex() == "5044584e0205" + note[6:22].hex() + "6162"
+    assert note.hex() == "5044584e0305" + note[6:22].hex() + "6162"
     assert note[6:22].hex() == "456090a96e841dccbf4d694969430b21"
 
 
@@ -126,7 +126,7 @@ def test_a_changed_note_is_refused() -> None:
     changed = {
         "wrong tag": note[:-1] + b"!",
         "none of ours": b"XXXX" + note[4:],
-        "version 9, this side speaks 2": note[:4] + b"\x09" + note[5:],
+        "version 9, this side speaks 3": note[:4] + b"\x09" + note[5:],
         "unknown type 99": note[:5] + b"\x63" + note[6:],
         "notification of 3 bytes": note[:3],
     }

@@ -40,7 +40,7 @@ class TestTcpChannel(ChannelSuite):
             answer = b""
             while part := stranger.recv(4096):
                 answer += part
-        assert b"version 9" in answer and b"speaks 1" in answer
+        assert b"version 9" in answer and b"speaks 2" in answer
 
     def test_an_announced_length_beyond_the_bound_allocates_nothing(self) -> None:
         with pytest.raises(ProtocolError, match="announces"):
@@ -93,7 +93,7 @@ def test_golden_bytes_of_preamble_and_unit_frame() -> None:
         out.send_preamble()
         out.send(FrameType.UNIT, b"\x81\xa1a\x01", [memoryview(b"abc"), memoryview(b"de")])
         assert theirs.recv(100).hex() == (
-            "504458440100"  # "PDXD", version 1
+            "504458440200"  # "PDXD", version 2
             "05000000"
             "04000000"
             "0500000000000000"

@@ -16,6 +16,10 @@ class PackedForm:
         found = library()
         self._copy: Copy = NativeKernels(found).strided_copy if found else np.copyto
 
+    def of_layers(self, num_layers: int) -> "PackedForm":
+        """The same for units of so many layers."""
+        return PackedForm(self._packing, self._dtype, num_layers)
+
     def spec(self, num_tokens: int, first_token: int) -> ChunkSpec:
         """Of the whole blocks that hold so many tokens."""
         p = self._packing

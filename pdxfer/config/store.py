@@ -76,15 +76,19 @@ class StoreConfig(Section, frozen=True):
 class CodecConfig(Section, frozen=True):
     """Compression on the wire. Tiers choose their own under `store.tiers`."""
 
-    wire: Literal["off", "auto"] = "off"
-    """`auto`: per chunk what the measured link and the codecs' rates make fastest; raw where nothing helps."""
-    allow: list[str] = field(default_factory=lambda: ["lossless", "int8"])
-    """Codecs the wire may choose."""
+    wire: str = "off"
+    """`off`; `auto`: per chunk what the measured link and the codecs' rates make fastest, raw where nothing helps; or
+    one codec, `name` or `name:level`, for every chunk. Works over `tcp` channels; the others always send raw."""
+    allow: list[str] = field(default_factory=lambda: ["lossless"])
+    """Codecs that `auto` may choose, `name` or `name:level`. Lossy ones change answers slightly, so they must be named
+    here: int8 halves the bytes at a KL of 0.00006 (docs/codecs.md)."""
     models: dict[str, list[str]] = field(default_factory=dict)
     """Served model name → codecs it allows instead of `allow`; an empty list keeps it raw."""
     tenants: dict[str, list[str]] = field(default_factory=dict)
     """Tenant → codecs it allows instead of `allow`."""
     tables_dir: str = "~/.cache/pdxfer/codecs"
     """Calibrated tables, by model identity (`pdxfer codec calibrate`)."""
+    staging_mib: Annotated[float, Meta(ge=1, le=65536)] = 256.0
+    """Memory of each decode engine's staging ring, in slots of one chunk; without a free slot chunks come raw."""
     workers: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Threads that encode and decode in each engine."""
+    """Threads that decode what arrives, in each engine."""

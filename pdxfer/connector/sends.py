@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pdxfer.connector.compat import Request, SchedulerOutput
 from pdxfer.connector.member import EngineFacts, Member
 from pdxfer.connector.references import References
-from pdxfer.connector.requests import computed_before, prompt_digest, written_blocks
+from pdxfer.connector.requests import computed_before, prompt_digest, tenant_of, written_blocks
 from pdxfer.connector.transfer import ROUTER_LOST_S, Send
 from pdxfer.node.plan import SendPlan
 from pdxfer.wire.halves import Forget
@@ -41,6 +41,7 @@ class Sends:
             token_digest=prompt_digest(request),
             world_size=self._facts.world_size,
             deadline=deadline,
+            tenant=tenant_of(request),
         )
         self._by_request[request.request_id] = self._by_transfer[transfer_id] = send
 
@@ -79,6 +80,7 @@ class Sends:
             total_blocks=send.total_blocks,
             num_tokens=send.num_tokens,
             token_digest=send.token_digest,
+            tenant=send.tenant,
         )
         send.num_planned = last
 

@@ -48,10 +48,14 @@ class ConnectorSettings:
     max_deadline_s: float = 600.0
     """Upper bound of a request's own deadline."""
     store: StoreConfig = field(default_factory=StoreConfig)
-    tables_dir: Path = field(default_factory=lambda: Path(CodecConfig().tables_dir).expanduser())
-    """Calibrated tables of codecs, by model."""
+    codec: CodecConfig = field(default_factory=CodecConfig)
     max_early: int = 4096
     """Messages about transfers whose request has not arrived yet."""
+
+    @property
+    def tables_dir(self) -> Path:
+        """Calibrated tables of codecs, by model."""
+        return Path(self.codec.tables_dir).expanduser()
 
 
 def settings_from(config: VllmConfig) -> ConnectorSettings:
@@ -91,7 +95,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         spill_after_s=transport.spill_after_ms / 1000,
         max_deadline_s=transport.deadline_s,
         store=ours.store,
-        tables_dir=Path(ours.codec.tables_dir).expanduser(),
+        codec=ours.codec,
     )
 
 

@@ -218,6 +218,7 @@ class Send:
     token_digest: bytes
     world_size: int
     deadline: float
+    tenant: str = ""
     num_planned: int = 0
     """Blocks planned so far, from the start of the prompt."""
     held: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What lets a rank's store use codecs that see KV values: how blocks are packed inside, and the model's tables.
+"""What lets store and wire use codecs that see KV values: how blocks are packed inside, and the model's tables.
 
 Asked once, when vLLM's KV cache is there. What is not known costs those codecs, never the engine's start.
 """
@@ -13,6 +13,7 @@ from pdxfer.codec.tables import TableFolder
 from pdxfer.config.store import StoreConfig
 from pdxfer.connector.packing import DTYPES, form_of
 from pdxfer.core.errors import ConfigError
+from pdxfer.node.wire_settings import Forms
 from pdxfer.store.transcode import OPAQUE, ChunkForm
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,15 @@ def chunk_form(
         wanted = sorted({tier.codec for tier in config.tiers} - set(OF_BYTES))
         level = logging.WARNING if wanted else logging.INFO
         log.log(level, "store: no lossy codec%s: %s", f" ({', '.join(wanted)} stay raw)" if wanted else "", error)
+        return None
+
+
+def wire_forms(cache: torch.Tensor, isa: str, block_size: int) -> Forms | None:
+    """How units on the wire become values; None, and said why, where that is not proved."""
+    try:
+        return form_of(cache, isa, block_size, 1).of_layers
+    except ConfigError as error:
+        log.info("wire: no lossy codec: %s", error)
         return None
 
 

@@ -13,7 +13,7 @@ from pdxfer.connector.compat import KVCacheConfig, VllmConfig
 from pdxfer.connector.fingerprint import fingerprint, store_identity
 from pdxfer.connector.scheduler_half import StepMeta
 from pdxfer.connector.settings import ConnectorSettings
-from pdxfer.connector.values import chunk_form, codecs_of, dtype_of
+from pdxfer.connector.values import chunk_form, codecs_of, dtype_of, wire_forms
 from pdxfer.core.errors import ConfigError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.device import DeviceBlocks
@@ -21,6 +21,7 @@ from pdxfer.memory.region import Region
 from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.outgoing import Ready
 from pdxfer.node.store_side import StoreSettings
+from pdxfer.node.wire_settings import WireSettings, wire_settings
 from pdxfer.transport.pool import endpoint_factories
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class WorkerHalf:
                 digest_every=DIGEST_EVERY[settings.integrity],
                 drain_s=settings.drain_s,
                 store=self._store_settings(marks, caches[names[0]], layout) if settings.store.enabled else None,
+                wire=self._wire_settings(marks, caches[names[0]], layout),
             ),
             Region(layout),
             marks,
@@ -80,6 +82,19 @@ class WorkerHalf:
             subdirectory="-".join(parts),
             shares=world_size,
         )
+
+    def _wire_settings(self, marks: dict[str, str], cache: torch.Tensor, layout: KvLayout) -> WireSettings | None:
+        config = self._settings.codec
+        if config.wire == "off" or not self._settings.router:
+            return None
+        if layout.memory != "DRAM":
+            log.warning("codec.wire is %s, but KV is in device memory: everything is sent raw", config.wire)
+            return None
+        served = self._config.model_config.served_model_name
+        model = served if isinstance(served, str) else served[0]
+        forms = wire_forms(cache, marks["packing"], layout.block_size)
+        codecs = codecs_of(marks["weights"], self._settings.tables_dir)
+        return wire_settings(config, model, codecs, forms, dtype_of(cache))
 
     def bind(self, meta: StepMeta) -> None:
         """A step begins."""

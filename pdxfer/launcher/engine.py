@@ -122,6 +122,7 @@ def _fake_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:
         "--router", network.router_endpoint(config),
         *(("--keys", config.security.keys_dir) if config.security.keys_dir else ()),
         *(("--store", msgspec.json.encode(config.store).decode()) if config.store.enabled else ()),
+        *(("--codec", msgspec.json.encode(config.codec).decode()) if config.codec.wire != "off" else ()),
         *inputs.vllm_args,
     )  # fmt: skip
 

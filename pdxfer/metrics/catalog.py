@@ -59,6 +59,10 @@ NODE_COUNTS: dict[str, tuple[str, str]] = {
     "served_bytes": ("bytes", "Their bytes."),
     "corrupt_units": ("units", "Units whose digest was wrong on arrival; they were not used."),
     "rejected_units": ("units", "Units that no live grant expected; they were not taken."),
+    "wire_frames": ("units", "Units that were sent as codec frames."),
+    "wire_raw_units": ("units", "Units that were sent as they are although codecs were allowed."),
+    "wire_saved_bytes": ("bytes", "Bytes that codecs spared the wire."),
+    "wire_bad_frames": ("frames", "Codec frames that were damaged, foreign or not allowed; they were not used."),
 }
 """What engines count and send with their heartbeats: name → unit, help. Exported as pdxfer_node_<name>_total."""
 STAGES = ("queue", "prefill", "exposed_transfer", "decode_wait", "first_decode", "ttft")

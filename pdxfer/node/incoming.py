@@ -37,6 +37,9 @@ class Incoming:
     peer_stopped: bool = False
     """The peer has said that it writes no more, or cannot any more."""
 
+    all_sent: bool = False
+    """The peer says that every unit has left; what is not here once its frames are decoded is missing."""
+
     def cells(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
         """The part of `landed` that a unit covers; a view."""
         return self.landed[self._area(header)]

@@ -15,7 +15,9 @@ from pdxfer.core.errors import ChannelError
 from pdxfer.kv.runs import block_runs, total_bytes
 from pdxfer.memory.region import Region
 from pdxfer.node.plan import Area
-from pdxfer.transport.base import Channel, Drained, OutgoingUnit, UnitHeader
+from pdxfer.node.wire_sender import WireSender
+from pdxfer.transport.base import Channel, Credit, Drained, OutgoingUnit, UnitHeader
+from pdxfer.transport.kinds import STAGED
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class Job:
     target_blocks: tuple[int, ...]
     ready: Callable[[], None] | None
     """Waits until the device has finished writing the area (CUDA event); None on CPU."""
+    codecs: tuple[str, ...] = ()
+    """Which may be used on the wire for this prompt's tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +96,18 @@ class Lane:
         report: Callable[[Report], None],
         on_failure: Callable[[Channel, str], None],
         digest_every: int,
+        wire: WireSender | None = None,
     ) -> None:
-        """`digest_every`: 1 takes a digest of each unit, n of every n-th, 0 of none."""
+        """`digest_every`: 1 takes a digest of each unit, n of every n-th, 0 of none. `wire`: None sends all raw."""
         self.engine_id = engine_id
         self._region, self._open_channel, self._report, self._on_failure = region, open_channel, report, on_failure
-        self._digest_every = digest_every
+        self._digest_every, self._wire = digest_every, wire
         self._num_units = 0
         self._jobs: dict[tuple[str, int, int, int], Job] = {}
         """By (transfer, epoch, first block, layer after the last), in the order they will be written."""
         self._controls: list[Drained] = []
         self._granted: list[tuple[str, int]] = []
+        self._credited: list[Credit] = []
         self._dropping: list[tuple[str, int]] = []
         self._in_flight: dict[tuple[str, int], int] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
@@ -131,6 +137,12 @@ class Lane:
         decode may have given the blocks to somebody else."""
         with self._changed:
             self._granted.append((transfer_id, epoch))
+            self._changed.notify()
+
+    def credit(self, credit: Credit) -> None:
+        """The peer has staging slots for frames of a transfer."""
+        with self._changed:
+            self._credited.append(credit)
             self._changed.notify()
 
     def drop(self, transfer_id: str, epoch: int, farewell: Drained) -> None:
@@ -174,7 +186,9 @@ class Lane:
                 self._fail_all(f"bug in the sender: {error}")
 
     def _has_work(self) -> bool:
-        return bool(self._granted or self._jobs or self._controls or self._dropping or self._in_flight)
+        return bool(
+            self._granted or self._credited or self._jobs or self._controls or self._dropping or self._in_flight
+        )
 
     def _take(self) -> Job | None:
         if not self._jobs or sum(self._in_flight.values()) >= MAX_IN_FLIGHT:
@@ -194,6 +208,10 @@ class Lane:
     def _bind(self) -> None:
         with self._changed:
             granted, self._granted = self._granted, []
+            credited, self._credited = self._credited, []
+        if self._wire is not None:
+            for credit in credited:
+                self._wire.credit(credit)
         for key in granted:
             channel = self._open_channel()
             if channel is not None:
@@ -233,14 +251,16 @@ class Lane:
             digest=self._region.digest(source) if self._wants_digest() else 0,
         )
         self._in_flight[key] = self._in_flight.get(key, 0) + 1
-        channel.write(
-            OutgoingUnit(
-                header=header,
-                source=source,
-                source_blocks=list(area.block_ids),
-                target_blocks=list(job.target_blocks),
-            )
+        unit = OutgoingUnit(
+            header=header,
+            source=source,
+            source_blocks=list(area.block_ids),
+            target_blocks=list(job.target_blocks),
         )
+        if self._wire is None or channel.kind not in STAGED:
+            channel.write(unit)
+        else:
+            self._wire.write(channel, unit, job.codecs, is_last=not self._jobs)
 
     def _wants_digest(self) -> bool:
         self._num_units += 1
@@ -274,6 +294,8 @@ class Lane:
             key = (control.transfer_id, control.epoch)
             self._guard(key, lambda key=key, control=control: self._channel(key).tell(control))  # type: ignore[misc]
             self._channels.pop(key, None)
+            if self._wire is not None:
+                self._wire.forget(key)
 
     def _finish_drops(self) -> None:
         with self._changed:
@@ -304,6 +326,8 @@ class Lane:
             self._on_failure(dead, reason)
         lost = {key} | {k for k, channel in self._channels.items() if channel is dead and dead is not None}
         for transfer in lost:
+            if self._wire is not None:
+                self._wire.forget(transfer)
             self._channels.pop(transfer, None)
             self._in_flight.pop(transfer, None)
         with self._changed:

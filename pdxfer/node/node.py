@@ -20,15 +20,18 @@ from pdxfer.node.outgoing import Ready
 from pdxfer.node.peering import Peering, PeeringSettings
 from pdxfer.node.plan import SavePlan, SendPlan
 from pdxfer.node.receiver import Receiver
-from pdxfer.node.sender import Sender
+from pdxfer.node.sender import Sender, no_codecs
 from pdxfer.node.store_blocks import HostBlocks
 from pdxfer.node.store_side import StoreSettings, StoreSide
 from pdxfer.node.verbs import Cut, Verbs
+from pdxfer.node.wire import Wire
+from pdxfer.node.wire_settings import WireSettings
 from pdxfer.router.client import ClientSecurity, MemberClient
 from pdxfer.transport.base import (
     Abort,
     Channel,
     Control,
+    Credit,
     Endpoint,
     EndpointFactory,
     EndpointOptions,
@@ -88,6 +91,8 @@ class NodeSettings:
     drain_s: float = 0.2
     store: StoreSettings | None = None
     """None: KV is not kept."""
+    wire: WireSettings | None = None
+    """None: everything is sent as it is."""
 
 
 class Node:
@@ -110,9 +115,16 @@ class Node:
         self._router: MemberClient | None = None
         self._peers: list[PeerNode] = []
         self._generations: tuple[int, ...] = ()
-        self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids)
+        wire = Wire(settings.wire, region, fingerprint, settings.chunk_blocks, clock) if settings.wire else None
+        self.wire, staging = wire, wire.staging if wire else None
+        self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids, staging)
         self.sender = Sender(
-            region.layout.num_layers, settings.chunk_blocks, self._open_lane, self._settled, settings.rank
+            region.layout.num_layers,
+            settings.chunk_blocks,
+            self._open_lane,
+            self._settled,
+            settings.rank,
+            wire.codecs_of if wire else no_codecs,
         )
         self.store: StoreSide | None = self._open_store(settings.store) if settings.store is not None else None
         self._integrity = Integrity(self.store.thread, clock) if self.store is not None else None
@@ -294,6 +306,7 @@ class Node:
         counts = {"corrupt_units": self.receiver.num_corrupt, "rejected_units": self.receiver.num_rejected}
         if self.store is not None and self.store.peering is not None:
             counts |= self.store.peering.counts
+        counts |= self.wire.counts() if self.wire else {}
         return Heartbeat(
             incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers, counts=counts, problems=problems
         )
@@ -350,7 +363,8 @@ class Node:
             if self._pool is not None:
                 self._pool.report_failure(channel.peer, channel.kind, reason)
 
-        return Lane(engine_id, self._region, channel, report, failed, self._settings.digest_every)
+        wire = self.wire.sender() if self.wire else None
+        return Lane(engine_id, self._region, channel, report, failed, self._settings.digest_every, wire)
 
     def _settled(self, transfer_id: str, delivered: bool, reason: str) -> None:
         rank = self._settings.rank
@@ -383,6 +397,8 @@ class _KindSink:
         sender = self._node.sender
         if isinstance(control, Abort):
             sender.abort(peer.engine_id, control.transfer_id, control.epoch, control.reason)
+        elif isinstance(control, Credit):
+            sender.credit(peer.engine_id, control)
         elif isinstance(control, UnitFailed) and not self._node.receiver.expects(control.header):
             header = control.header
             sender.abort(peer.engine_id, header.transfer_id, header.epoch, control.reason)

@@ -19,6 +19,8 @@ class Outgoing:
     total_blocks: int = 0
     num_tokens: int = 0
     token_digest: bytes = b""
+    codecs: tuple[str, ...] = ()
+    """Allowed on the wire for its tenant."""
     waiting: list[tuple[Area, Ready]] = field(default_factory=list)
     """Final areas for which no grant is here yet."""
     num_cells_done: int = 0

@@ -24,6 +24,8 @@ class SendPlan:
     """Prompt length in tokens; must equal the Grant's."""
     token_digest: bytes
     """Identity of the prompt; must equal the Grant's."""
+    tenant: str = ""
+    """Whose prompt it is: decides which codecs the wire may use."""
 
     @property
     def is_last(self) -> bool:

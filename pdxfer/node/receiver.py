@@ -21,7 +21,10 @@ from pdxfer.core.errors import ChannelError
 from pdxfer.kv.runs import Runs, block_runs
 from pdxfer.memory.region import Region
 from pdxfer.node.incoming import Incoming
-from pdxfer.transport.base import Abort, Control, Drained, Endpoint, PeerId, UnitFailed, UnitHeader
+from pdxfer.node.staging import Staging
+from pdxfer.node.staging_ring import Key
+from pdxfer.transport.base import Abort, Control, Credit, Drained, Endpoint, PeerId, UnitFailed, UnitHeader
+from pdxfer.transport.kinds import STAGED
 from pdxfer.wire.halves import Expect, Fenced, Generation, Landed, ToScheduler
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 CLAIM_WAIT_S = 1.0
 """How long an early unit waits for its Expect (the scheduler half sends both; only sockets differ)."""
 MAX_ENDED = 4096
+MISSING = "prefill says all was sent, but units are missing"
 
 
 class Receiver:
@@ -42,9 +46,11 @@ class Receiver:
         clock: Clock,
         drain_s: float,
         peers: Callable[[], Sequence[PeerId]],
+        staging: Staging | None = None,
     ) -> None:
         self._rank, self._region, self._report, self._clock, self._drain_s = rank, region, report, clock, drain_s
         self._peers = peers
+        self._staging = staging
         self._incoming: dict[tuple[str, int], Incoming] = {}
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._endpoints: Sequence[Endpoint] = ()
@@ -62,6 +68,8 @@ class Receiver:
     def start(self, endpoints: Sequence[Endpoint]) -> None:
         """Begin; `endpoints` are the node's, which call this Sink."""
         self._endpoints = endpoints
+        if self._staging is not None:
+            self._staging.start(self._settle, self._credit)
         self._reaper.start()
 
     def close(self) -> None:
@@ -71,6 +79,8 @@ class Receiver:
             self._changed.notify_all()
         if self._reaper.is_alive():
             self._reaper.join(timeout=2.0)
+        if self._staging is not None:
+            self._staging.close()
 
     # ---- from the scheduler half ---------------------------------------------------------------------------------
 
@@ -84,6 +94,10 @@ class Receiver:
             self._incoming[key] = Incoming(expect, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
             self._changed.notify_all()
         self._attend()
+        if self._staging is not None:
+            self._staging.open(key)
+            if key not in self._incoming:  # over already
+                self._staging.fence(key)
 
     def revoke(self, transfer_id: str, epoch: int, reason: str) -> None:
         """Take a grant back; Fenced follows."""
@@ -105,20 +119,29 @@ class Receiver:
             if incoming is None or incoming.revoked or not self._fits(incoming, peer, header):
                 self.num_rejected += 1
                 return None
+            runs = self._place(incoming, header, kind)
+            if runs is None:
+                self.num_rejected += 1
+                return None
             incoming.claims += 1
             incoming.claimed(header)[:] = True
             incoming.peer, incoming.channel = peer, kind
-        at = header.first_block - incoming.expect.first_block
-        ids = incoming.expect.block_ids[at : at + header.num_blocks]
-        return block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
+        return runs
 
     def arrived(self, peer: PeerId, header: UnitHeader) -> bool:
-        """Verify, count, release the claim."""
+        """Verify, count, release the claim; a frame is decoded first, by the staging's worker."""
+        if header.frame_bytes and self._staging is not None:
+            self._staging.arrived(peer, header)
+            return True
+        return self._settle(peer, header)
+
+    def _settle(self, peer: PeerId, header: UnitHeader, error: str = "") -> bool:
+        """A unit's bytes are in their blocks, or cannot be had (`error`)."""
         incoming = self._incoming.get((header.transfer_id, header.epoch))
         if incoming is None:
             return False
-        at = header.first_block - incoming.expect.first_block
-        good = self._verify(incoming, at, header)
+        error = error or self._verify(incoming, header)
+        good = not error
         complete = False
         with self._changed:
             incoming.claims -= 1
@@ -131,14 +154,20 @@ class Receiver:
                 if complete:
                     self._retire(incoming)
         if complete:
+            if self._staging is not None:
+                self._staging.fence((header.transfer_id, header.epoch))
             self._report(self._landed(incoming))
             self._attend()
         if not good:
-            self._corrupt(incoming, peer, header)
+            self._corrupt(incoming, peer, header, error)
+        elif not complete and incoming.all_sent and incoming.claims == 0:
+            self._begin_revoke(incoming, MISSING)
         return good
 
     def failed(self, peer: PeerId, header: UnitHeader, reason: str) -> None:
         """A claimed write did not finish."""
+        if header.frame_bytes and self._staging is not None:
+            self._staging.failed(header)
         incoming = self._incoming.get((header.transfer_id, header.epoch))
         if incoming is None:
             return
@@ -149,7 +178,7 @@ class Receiver:
 
     def control(self, peer: PeerId, control: Control) -> None:
         """Drained and UnitFailed concern us; Abort is for the sender (the node routes it)."""
-        assert not isinstance(control, Abort)
+        assert not isinstance(control, Abort | Credit)
         key = (
             (control.header.transfer_id, control.header.epoch)
             if isinstance(control, UnitFailed)
@@ -161,9 +190,12 @@ class Receiver:
         if isinstance(control, Drained):
             with self._changed:
                 incoming.peer_stopped = True
+                incoming.all_sent = control.complete
                 self._changed.notify_all()
+                is_decoding = incoming.claims > 0
             if control.complete and not incoming.revoked:
-                self._begin_revoke(incoming, "prefill says all was sent, but units are missing")
+                if not is_decoding:
+                    self._begin_revoke(incoming, MISSING)
                 return
         self._begin_revoke(incoming, f"{peer.engine_id}: {control.reason or 'stopped'}")
 
@@ -203,19 +235,47 @@ class Receiver:
             return False
         return not bool(incoming.claimed(header).any())
 
-    def _verify(self, incoming: Incoming, at: int, header: UnitHeader) -> bool:
-        if not header.digest or not self._region.host:
-            return True
-        ids = incoming.expect.block_ids[at : at + header.num_blocks]
-        runs = block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
-        return self._region.digest(runs) == header.digest
+    def _place(self, incoming: Incoming, header: UnitHeader, kind: str) -> Runs | None:
+        """Where an arriving unit goes: its blocks, or a staging slot for a frame. None: the sender has no slot."""
+        runs = self._runs(incoming, header)
+        if not header.frame_bytes:
+            return runs
+        if self._staging is None or kind not in STAGED:
+            return None
+        return self._staging.take(header, runs)
 
-    def _corrupt(self, incoming: Incoming, peer: PeerId, header: UnitHeader) -> None:
+    def _runs(self, incoming: Incoming, header: UnitHeader) -> Runs:
+        at = header.first_block - incoming.expect.first_block
+        ids = incoming.expect.block_ids[at : at + header.num_blocks]
+        return block_runs(self._region.layout, ids, header.first_layer, header.num_layers)
+
+    def _verify(self, incoming: Incoming, header: UnitHeader) -> str:
+        """What is wrong with the bytes in their blocks; empty: nothing that could be known."""
+        if not header.digest or not self._region.host:
+            return ""
+        good = self._region.digest(self._runs(incoming, header)) == header.digest
+        return "" if good else "digest mismatch"
+
+    def _corrupt(self, incoming: Incoming, peer: PeerId, header: UnitHeader, reason: str) -> None:
+        if incoming.revoked:
+            return
         self.num_corrupt += 1
-        log.warning("unit of %s from %s arrived with a wrong digest; recomputing from there", header.transfer_id, peer)
+        log.warning("unit of %s from %s: %s; recomputing from there", header.transfer_id, peer, reason)
         for endpoint in self._endpoints:
-            self._tell(endpoint, peer, UnitFailed(header=header, reason="digest mismatch"))
-        self._begin_revoke(incoming, "digest mismatch")
+            self._tell(endpoint, peer, UnitFailed(header=header, reason=reason[:1000]))
+        self._begin_revoke(incoming, reason)
+
+    def _credit(self, key: Key, num_slots: int) -> None:
+        """Tell a transfer's sender that it may send frames."""
+        incoming = self._incoming.get(key)
+        assert self._staging is not None
+        if incoming is None:
+            return
+        credit = Credit(transfer_id=key[0], epoch=key[1], num_slots=num_slots, slot_bytes=self._staging.slot_bytes)
+        for peer in self._peers_of(incoming):
+            for endpoint in self._endpoints:
+                if endpoint.kind in STAGED:
+                    self._tell(endpoint, peer, credit)
 
     def _landed(self, incoming: Incoming) -> Landed:
         return Landed(
@@ -290,6 +350,8 @@ class Receiver:
         self._fenced(incoming)
 
     def _fenced(self, incoming: Incoming) -> None:
+        if self._staging is not None:
+            self._staging.fence((incoming.expect.transfer_id, incoming.expect.epoch))
         with self._changed:
             if (incoming.expect.transfer_id, incoming.expect.epoch) not in self._incoming:
                 return

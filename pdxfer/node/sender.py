@@ -21,7 +21,7 @@ from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.node.lane import AreaDone, Job, Lane, LaneFailed, LaneIdle, Report, UnitLost
 from pdxfer.node.outgoing import Outgoing, Ready
 from pdxfer.node.plan import Area, SendPlan
-from pdxfer.transport.base import Drained
+from pdxfer.transport.base import Credit, Drained
 from pdxfer.wire.messages import Grant
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,18 @@ class _Peers:
     engine_ids: frozenset[str]
 
 
-_Event = _Peers | _Step | _Layers | _Forget | _Abort | Grant | Report
+@dataclass(frozen=True, slots=True)
+class _Credited:
+    engine_id: str
+    credit: Credit
+
+
+_Event = _Credited | _Peers | _Step | _Layers | _Forget | _Abort | Grant | Report
+
+
+def no_codecs(tenant: str) -> tuple[str, ...]:
+    """Everything is sent as it is."""
+    return ()
 
 
 class Sender:
@@ -74,10 +85,12 @@ class Sender:
         open_lane: Callable[[str, Callable[[Report], None]], Lane],
         on_settled: Callable[[str, bool, str], None],
         rank: int = 0,
+        codecs_of: Callable[[str], tuple[str, ...]] = no_codecs,
     ) -> None:
+        """`codecs_of`: what may be used on the wire for a tenant's KV."""
         self._rank = rank
         self._num_layers, self._chunk_blocks = num_layers, chunk_blocks
-        self._open_lane, self._on_settled = open_lane, on_settled
+        self._open_lane, self._on_settled, self._codecs_of = open_lane, on_settled, codecs_of
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._transfers: OrderedDict[str, Outgoing] = OrderedDict()
         self._ended: OrderedDict[str, tuple[bool, str]] = OrderedDict()
@@ -108,6 +121,10 @@ class Sender:
     def abort(self, engine_id: str, transfer_id: str, epoch: int, reason: str) -> None:
         """The receiver takes its grant back: stop, and answer Drained even if all was sent long ago."""
         self._events.put(_Abort(engine_id, transfer_id, epoch, reason))
+
+    def credit(self, engine_id: str, credit: Credit) -> None:
+        """A peer has staging slots for frames (its channel's thread)."""
+        self._events.put(_Credited(engine_id, credit))
 
     def keep_lanes(self, engine_ids: frozenset[str]) -> None:
         """Close the lanes of engines that are no peers any more (router client's thread)."""
@@ -151,6 +168,8 @@ class Sender:
                 self._idle(event)
             case LaneFailed():
                 self._lane_failed(event)
+            case _Credited():
+                self._lane(event.engine_id).credit(event.credit)
             case _Peers():
                 for engine_id in self._lanes.keys() - event.engine_ids:
                     self._close_lane(engine_id)
@@ -162,7 +181,7 @@ class Sender:
                 continue
             transfer = self._transfers.setdefault(plan.transfer_id, Outgoing(plan.transfer_id))
             transfer.total_blocks, transfer.num_tokens = plan.total_blocks, plan.num_tokens
-            transfer.token_digest = plan.token_digest
+            transfer.token_digest, transfer.codecs = plan.token_digest, self._codecs_of(plan.tenant)
             if transfer.grant is not None and not self._same_prompt(transfer):
                 continue
             if plan.num_ready:
@@ -233,6 +252,7 @@ class Sender:
                     area=piece,
                     target_blocks=targets,
                     ready=ready,
+                    codecs=transfer.codecs,
                 )
             )
 

@@ -1,7 +1,8 @@
-"""KV cache of a FakeEngine: numpy memory in the layout of a real engine, with bytes that the prompt alone implies.
+"""KV cache of a FakeEngine: numpy memory in the layout of a real engine, with values that the prompt alone implies.
 
-A block's bytes are derived from all token ids up to its end and its layer, so KV of another prompt, of another position
-or of another layer is recognised. Event-loop thread only, but for the node's threads, which move the bytes.
+A block's values, bfloat16 and spread like real KV, are derived from all token ids up to its end and its layer, so KV of
+another prompt, of another position or of another layer is recognised. Event-loop thread only, but for the node's
+threads, which move the bytes.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections import deque
 import numpy as np
 from blake3 import blake3
 
+from pdxfer.codec.values import from_float, to_float
 from pdxfer.kv.layout import KvLayout
 from pdxfer.kv.runs import block_runs
 from pdxfer.memory.region import Region
@@ -17,11 +19,22 @@ from pdxfer.testing.fake_compute import KvError
 from pdxfer.testing.fake_model import pack
 from pdxfer.testing.fake_store import FakeStore
 
+NEAR = 0.05
+"""Largest mean error of KV that a lossy codec has touched, in parts of the mean value."""
+
 
 class FakeCache:
     """A region and the pool of its blocks; block 0 is never given out, as in vLLM."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_layers: int, block_bytes: int) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_layers: int, block_bytes: int, is_exact: bool = True
+    ) -> None:
+        """`is_exact` False: values near the prompt's count as its own (a lossy codec was on the way)."""
+        self._is_exact = is_exact
+        values = np.random.default_rng(0).standard_normal(block_bytes // 2).astype(np.float32)
+        template = from_float(values, "bfloat16").view(np.uint16)
+        self._template = np.concatenate((template, template))
+        """Every block is a window of it with other low bits of the mantissas."""
         self._memory = np.zeros(num_layers * num_blocks * block_bytes, dtype=np.uint8)
         self.layout = KvLayout(
             base=self._memory.ctypes.data,
@@ -70,14 +83,14 @@ class FakeCache:
         seeds = self._seeds(token_ids)[first_block : first_block + len(block_ids)]
         for block_id, seed in zip(block_ids, seeds, strict=True):
             for layer in range(self.layout.num_layers):
-                self._view(block_id, layer)[:] = self._bytes(seed, layer)
+                np.copyto(np.frombuffer(self._view(block_id, layer), np.uint16), self._values(seed, layer))
 
     def first_wrong(self, block_ids: list[int], token_ids: list[int], first_block: int = 0) -> int | None:
         """Index of the first of these blocks, the prompt's from `first_block` on, with other bytes, or None."""
         seeds = self._seeds(token_ids)[first_block : first_block + len(block_ids)] if block_ids else []
         for index, (block_id, seed) in enumerate(zip(block_ids, seeds, strict=True)):
             for layer in range(self.layout.num_layers):
-                if self._view(block_id, layer) != self._bytes(seed, layer):
+                if not self._is_right(np.frombuffer(self._view(block_id, layer), np.uint16), seed, layer):
                     return index
         return None
 
@@ -89,8 +102,19 @@ class FakeCache:
             seeds.append(hasher.digest())
         return seeds
 
-    def _bytes(self, seed: bytes, layer: int) -> bytes:
-        return blake3(seed + layer.to_bytes(4, "little")).digest(length=self.layout.block_bytes)
+    def _is_right(self, found: "np.ndarray[tuple[int], np.dtype[np.uint16]]", seed: bytes, layer: int) -> bool:
+        wanted = self._values(seed, layer)
+        if np.array_equal(found, wanted) or self._is_exact:
+            return bool(np.array_equal(found, wanted))
+        values = [to_float(words.view(np.uint8), "bfloat16") for words in (found, wanted)]
+        return bool(np.abs(values[0] - values[1]).mean() <= NEAR * np.abs(values[1]).mean())
+
+    def _values(self, seed: bytes, layer: int) -> "np.ndarray[tuple[int], np.dtype[np.uint16]]":
+        """One layer of a block, as bfloat16 words."""
+        number = int.from_bytes(blake3(seed + layer.to_bytes(4, "little")).digest(length=8), "little")
+        num_words = self.layout.block_bytes // 2
+        start, low = number % num_words, number // num_words % 64
+        return self._template[start : start + num_words] ^ np.uint16(low)
 
     def _view(self, block_id: int, layer: int) -> memoryview:
         return self.region.views(block_runs(self.layout, [block_id], layer, 1))[0]

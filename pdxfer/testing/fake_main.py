@@ -12,12 +12,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdxfer.config.store import StoreConfig
+from pdxfer.codec.form import PackedForm
+from pdxfer.codec.registry import Codecs
+from pdxfer.config.store import CodecConfig, StoreConfig
 from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import is_engine_id
 from pdxfer.core.logs import setup_logging
+from pdxfer.kv.pack import Packing
 from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.store_side import StoreSettings
+from pdxfer.node.wire_settings import WireSettings, split, wire_settings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_kv import FakeCache
 from pdxfer.testing.fake_link import MemberSettings
@@ -79,10 +83,16 @@ async def serve(options: argparse.Namespace) -> None:
 def join(options: argparse.Namespace, url: str) -> FakeMember:
     """The engine's membership, with a node of its own."""
     security = load_client_security(Path(options.keys)) if options.keys else None
+    wire = _wire(options)
+    packing = _packing(options)
     cache = FakeCache(
-        num_blocks=options.num_blocks, block_size=options.block_size, num_layers=4, block_bytes=options.block_size * 256
+        num_blocks=options.num_blocks,
+        block_size=options.block_size,
+        num_layers=options.num_layers,
+        block_bytes=packing.block_bytes,
+        is_exact=wire is None or all(wire.codecs.get(*split(entry)).lossless for entry in wire.entries),
     )
-    fingerprint = {"model": options.model, "layout": f"fake 4x{cache.layout.block_bytes}"}
+    fingerprint = {"model": options.model, "layout": f"fake {options.num_layers}x{cache.layout.block_bytes}"}
     halves_path = socket_path(f"fake-{options.engine_id}-{os.getpid()}")
 
     def make_node() -> Node:
@@ -95,6 +105,7 @@ def join(options: argparse.Namespace, url: str) -> FakeMember:
             options=EndpointOptions(bind=options.host, advertise=urlsplit(url).hostname or options.host),
             chunk_blocks=max(1, CHUNK_TOKENS // options.block_size),
             store=_store(options, fingerprint),
+            wire=wire,
         )
         return Node(settings, cache.region, fingerprint, endpoint_factories(options.channels.split(",")))
 
@@ -125,6 +136,21 @@ def _store(options: argparse.Namespace, identity: dict[str, str]) -> StoreSettin
     return StoreSettings(config=config, identity=identity, subdirectory=options.engine_id)
 
 
+def _packing(options: argparse.Namespace) -> Packing:
+    return Packing(
+        kind="plain", heads=options.kv_heads, block_size=options.block_size, head_dim=options.head_dim, item_bytes=2
+    )
+
+
+def _wire(options: argparse.Namespace) -> WireSettings | None:
+    packing = _packing(options)
+    try:
+        config = msgspec.json.decode(options.codec or "{}", type=CodecConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--codec: {error}") from error
+    return wire_settings(config, options.model, Codecs(), lambda n: PackedForm(packing, "bfloat16", n), "bfloat16")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pdxfer.testing.fake_engine", description=__doc__)
     parser.add_argument("--role", choices=("prefill", "decode", "both"), required=True)
@@ -138,11 +164,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", default="", help="directory made by `pdxfer keys new`")
     parser.add_argument("--channels", default="tcp", help="kinds of channel, in order, by commas")
     parser.add_argument("--store", default="", help="section `store` of the configuration as JSON; default none")
+    parser.add_argument("--codec", default="", help="section `codec` of the configuration as JSON; default no codecs")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=5000.0)
     parser.add_argument("--inter-token-ms", type=float, default=20.0)
     parser.add_argument("--heartbeat-s", type=float, default=0.5)
     parser.add_argument("--num-blocks", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=1)
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--log-level", default="INFO")
     return parser

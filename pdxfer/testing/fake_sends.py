@@ -42,6 +42,7 @@ class FakeSends:
             world_size=1,
             deadline=SYSTEM_CLOCK.now() + transfer.deadline_s,
             held=blocks,
+            tenant=transfer.tenant,
         )
         self._sends[transfer.transfer_id] = send
         if failed:
@@ -87,6 +88,7 @@ class FakeSends:
                 total_blocks=send.total_blocks,
                 num_tokens=send.num_tokens,
                 token_digest=send.token_digest,
+                tenant=send.tenant,
             )
             self._node().begin_step((plan,))
             self._node().layers_done(0, self._compute.cache.layout.num_layers)

@@ -15,7 +15,7 @@ reads. Who executes the last hop decides how it is fenced: see Endpoint.fence.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, runtime_checkable
 
 import msgspec
 
@@ -47,6 +47,8 @@ class UnitHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """xxh3-64 over the bytes in canonical order; 0 = not taken (transport.integrity off or sampled out)."""
     source_blocks: BlockIds = []
     """Pull only: the sender's block ids, for the reader to compute source addresses."""
+    frame_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
+    """Staged path: the payload is one codec frame of this length, for a staging slot; 0: the bytes themselves."""
 
 
 class OutgoingUnit(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +56,13 @@ class OutgoingUnit(msgspec.Struct, frozen=True, kw_only=True):
 
     header: UnitHeader
     source: Runs
-    """Offsets in our region."""
+    """Offsets in our region; of a frame: where it lies, counted from the region's base (only over STAGED kinds)."""
     source_blocks: list[int]
     """Our block ids of the unit, in prompt order."""
     target_blocks: list[int]
     """The peer's block ids of the unit, in prompt order (from the Grant)."""
+    frame: tuple[bytes | memoryview, ...] = ()
+    """Staged path: what `source` points to, held while it is written."""
 
 
 class UnitResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +100,16 @@ class UnitFailed(msgspec.Struct, frozen=True, kw_only=True, tag="unit_failed"):
     reason: Text
 
 
-Control = Abort | Drained | UnitFailed
+class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
+    """receiver → sender. So many more frames of this epoch may be sent, each into a staging slot of `slot_bytes`."""
+
+    transfer_id: Id
+    epoch: int
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+
+
+Control = Abort | Drained | UnitFailed | Credit
 
 
 class Sink(Protocol):
@@ -110,6 +123,7 @@ class Sink(Protocol):
 
     def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
         """Destination runs in our region, claimed for one write until `arrived` or `failed`; None: not wanted, discard.
+        Of a frame: its staging slot, counted from the region's base.
 
         May wait (bounded, about a second) for a grant that is known to the scheduler half but not here yet.
         """
@@ -167,6 +181,15 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Give the connection up; idempotent. After it returns no byte of ours leaves over it any more."""
+        ...
+
+
+@runtime_checkable
+class MeasuredChannel(Protocol):
+    """A channel that knows what the network has taken: lets the adaptive wire measure the link."""
+
+    def pending(self) -> tuple[int, int] | None:
+        """(bytes written so far, of which the peer's host has not confirmed so many); None: the system does not say."""
         ...
 
 

@@ -12,6 +12,9 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.memory.region import Region
 from pdxfer.transport.base import Endpoint, EndpointFactory, EndpointOptions, PeerId, Sink
 
+STAGED = frozenset({"tcp"})
+"""Kinds that can carry codec frames: their receiving side puts bytes wherever the sink says."""
+
 BUILT_IN = {
     "local": "pdxfer.transport.local:LocalEndpoint",
     "nixl": "pdxfer.transport.nixl:NixlEndpoint",

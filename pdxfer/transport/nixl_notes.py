@@ -7,6 +7,7 @@ the router's secret, everything after under keys that both nonces make. A note w
 
 2026-11-29: version 1, first release.
 2026-11-29: version 2, the welcome names the receiver's generation: a late Grant must not be served over a new channel.
+2026-11-29: version 3, receivers send credits for codec frames.
 """
 
 import enum
@@ -20,7 +21,7 @@ from pdxfer.core.errors import ProtocolError
 from pdxfer.transport.base import PeerId
 
 MAGIC = b"PDXN"
-VERSION = 2
+VERSION = 3
 HEAD = struct.Struct("<4sBB16s")
 MAX_NOTE_BYTES = 1 << 20
 NONCE_BYTES = 16

@@ -4,7 +4,9 @@ A unit is one frame: its header, then its bytes in canonical order, moved by vec
 without a copy in user space. When sendmsg has returned the kernel holds a copy, so source memory is free at once.
 """
 
+import fcntl
 import socket
+import termios
 
 import msgspec
 
@@ -20,6 +22,8 @@ from pdxfer.transport.stream_channel import StreamChannel
 from pdxfer.transport.vectors import iovecs
 
 _encode = msgspec.msgpack.Encoder().encode
+_SIOCOUTQ = termios.TIOCOUTQ
+"""Linux gives both the same number."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,14 +94,15 @@ class TcpEndpoint(StreamEndpoint):
 
     def land(self, connection: Accepted, peer: PeerId, header: UnitHeader, head: Head) -> None:
         """Receive one unit into its claimed place, or drop it unread by anybody."""
-        if head.payload_bytes != header.num_bytes:
-            raise ProtocolError(f"unit of {header.num_bytes} bytes came with a payload of {head.payload_bytes}")
+        num_bytes = header.frame_bytes or header.num_bytes
+        if head.payload_bytes != num_bytes:
+            raise ProtocolError(f"unit of {num_bytes} bytes came with a payload of {head.payload_bytes}")
         runs = self.sink.claim(peer, header)
         if runs is None:
             connection.frames.discard(head.payload_bytes)
             return
         try:
-            assert total_bytes(runs) == header.num_bytes, "the sink claimed runs of another length"
+            assert total_bytes(runs) == num_bytes, "the sink claimed runs of another length"
             with connection.landing:
                 connection.land_or_fail()
                 connection.frames.receive_vectors(iovecs(self.region.layout.base, runs))
@@ -117,6 +122,15 @@ class TcpChannel(StreamChannel):
         source = iovecs(self._endpoint.region.layout.base, unit.source)
         self._send(FrameType.UNIT, _encode(unit.header), source)
         self._finished(UnitResult(header=unit.header))
+
+    def pending(self) -> tuple[int, int] | None:
+        """See MeasuredChannel: the kernel's count of unconfirmed bytes (Linux)."""
+        count = bytearray(4)
+        try:
+            fcntl.ioctl(self._frames.sock.fileno(), _SIOCOUTQ, count)
+        except OSError:
+            return None
+        return self._frames.num_sent_bytes, int.from_bytes(count, "little")
 
 
 def keep_alive(sock: socket.socket, write_timeout_s: float) -> None:

@@ -1,0 +1,116 @@
+"""Which codec, if any, makes one unit arrive soonest: measured rates in, a name out. Pure; one a peer.
+
+A unit costs `encode + send + decode` when nothing waits behind it, and the slowest of the three when more follow, since
+the stages overlap. Raw costs the sending alone. A codec must win by MARGIN: a tie goes to the bytes as they are, and
+on a link faster than the codecs everything does.
+"""
+
+from dataclasses import dataclass
+
+RAW = "raw"
+MARGIN = 0.9
+"""A codec is used if it takes at most so much of raw's time."""
+SMOOTHING = 0.3
+"""Weight of the newest measurement."""
+MIN_BYTES = 64 << 10
+"""Smaller units stay raw: their cost is not their bytes."""
+MIN_SAMPLE_BYTES, MIN_SAMPLE_S = 256 << 10, 0.002
+"""A busy stretch shorter than this says nothing about the link."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rates:
+    """One codec on this machine."""
+
+    ratio: float
+    """Raw bytes a frame byte."""
+    encode: float
+    """Raw bytes a second; also of decode."""
+    decode: float
+
+
+class LinkRate:
+    """Bytes a second that a link takes, from what was written and what the kernel has not delivered yet.
+
+    Between two looks the link was busy if something is still pending at the second: that stretch measures it. With
+    nothing pending it was faster than that, which can only raise the estimate.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        """0: not known yet."""
+        self._at = 0.0
+        self._delivered = 0
+        self._busy_bytes, self._busy_s = 0, 0.0
+
+    def begin(self, now: float, written: int, pending: int) -> None:
+        """A write begins; `written` so far, of which `pending` are not delivered."""
+        if pending > 0:
+            self._add(now, written - pending)
+        self._at, self._delivered = now, written - pending
+
+    def end(self, now: float, written: int, pending: int) -> None:
+        """It has returned."""
+        if pending > 0:
+            self._add(now, written - pending)
+        elif now > self._at and written - self._delivered >= MIN_SAMPLE_BYTES:
+            self.bytes_per_s = max(self.bytes_per_s, (written - self._delivered) / (now - self._at))
+        self._at, self._delivered = now, written - pending
+
+    def _add(self, now: float, delivered: int) -> None:
+        self._busy_bytes += delivered - self._delivered
+        self._busy_s += now - self._at
+        if self._busy_bytes >= MIN_SAMPLE_BYTES and self._busy_s >= MIN_SAMPLE_S:
+            rate = self._busy_bytes / self._busy_s
+            known = self.bytes_per_s
+            self.bytes_per_s = known + SMOOTHING * (rate - known) if known else rate
+            self._busy_bytes, self._busy_s = 0, 0.0
+
+
+class Chooser:
+    """Decides for one peer. `fixed`: that codec whenever there is a slot, whatever it costs."""
+
+    def __init__(self, rates: dict[str, Rates], fixed: str = "") -> None:
+        """`rates` by codec, shared by all peers of a node and refined by `encoded`."""
+        self._rates, self._fixed = rates, fixed
+        self._forbidden: set[str] = set()
+        self.link = LinkRate()
+
+    def choose(self, allowed: tuple[str, ...], num_bytes: int, credits: int, is_last: bool) -> str:
+        """Codec for a unit of so many bytes: an entry of `allowed`, or RAW."""
+        if credits <= 0 or num_bytes < MIN_BYTES and not self._fixed:
+            return RAW
+        if self._fixed:
+            return self._fixed if self._fixed in allowed and self._fixed not in self._forbidden else RAW
+        if not self.link.bytes_per_s:
+            return RAW
+        best, limit = RAW, MARGIN * num_bytes / self.link.bytes_per_s
+        for entry in allowed:
+            rates = self._rates.get(entry)
+            if rates is None or entry in self._forbidden:
+                continue
+            took = self.seconds(rates, num_bytes, is_last)
+            if took < limit:
+                best, limit = entry, MARGIN * took
+        return best
+
+    def seconds(self, rates: Rates, num_bytes: int, is_last: bool) -> float:
+        """What a unit costs with a codec."""
+        steps = (
+            num_bytes / rates.encode,
+            num_bytes / rates.ratio / self.link.bytes_per_s,
+            num_bytes / rates.decode,
+        )
+        return sum(steps) if is_last else max(steps)
+
+    def encoded(self, entry: str, num_bytes: int, frame_bytes: int, elapsed_s: float) -> None:
+        """A frame was made: what it cost and what it saved."""
+        rates = self._rates.get(entry)
+        if rates is None or elapsed_s <= 0:
+            return
+        rates.encode += SMOOTHING * (num_bytes / elapsed_s - rates.encode)
+        rates.ratio += SMOOTHING * (num_bytes / frame_bytes - rates.ratio)
+
+    def forbid(self, entry: str) -> None:
+        """Never again towards this peer: it cannot be made here, or was not understood there."""
+        self._forbidden.add(entry)

@@ -1,0 +1,135 @@
+"""Prefill's end of the staged path, one a lane: turns units into codec frames while the peer has slots for them.
+
+Used by its lane's thread only. What is sent how is wire_choice.py's decision; whatever cannot be a frame (no credit, a
+codec that fails, a frame that is no smaller) goes the direct way, so this can only ever fall back to raw.
+"""
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pdxfer.codec.base import Bytes
+from pdxfer.core.clock import Clock
+from pdxfer.core.errors import PdxferError
+from pdxfer.kv.runs import Runs
+from pdxfer.memory.region import Region
+from pdxfer.node.staging_ring import Key
+from pdxfer.node.wire_choice import RAW, Chooser
+from pdxfer.node.wire_frames import WireFrames
+from pdxfer.node.wire_settings import split
+from pdxfer.transport.base import Channel, Credit, MeasuredChannel, OutgoingUnit
+
+log = logging.getLogger(__name__)
+
+MAX_TRANSFERS = 4096
+"""Transfers whose credits are remembered."""
+
+
+@dataclass(slots=True)
+class WireCounts:
+    """Of one node, since its start."""
+
+    frames: int = 0
+    raw_units: int = 0
+    """Units that went the direct way although codecs were allowed."""
+    frame_bytes: int = 0
+    saved_bytes: int = 0
+    """Bytes that did not have to be sent."""
+
+
+@dataclass(slots=True)
+class _Credits:
+    num_slots: int
+    slot_bytes: int
+
+
+class WireSender:
+    """Credits of one peer, and the frames made for it."""
+
+    def __init__(self, frames: WireFrames, chooser: Chooser, region: Region, counts: WireCounts, clock: Clock) -> None:
+        self._frames, self._chooser, self._region, self._clock = frames, chooser, region, clock
+        self.counts = counts
+        self._credits: OrderedDict[Key, _Credits] = OrderedDict()
+
+    def credit(self, credit: Credit) -> None:
+        """The peer has room for more frames of a transfer."""
+        key = (credit.transfer_id, credit.epoch)
+        held = self._credits.setdefault(key, _Credits(0, credit.slot_bytes))
+        held.num_slots += credit.num_slots
+        while len(self._credits) > MAX_TRANSFERS:
+            self._credits.popitem(last=False)
+
+    def forget(self, key: Key) -> None:
+        """A transfer is over."""
+        self._credits.pop(key, None)
+
+    def write(self, channel: Channel, unit: OutgoingUnit, allowed: tuple[str, ...], is_last: bool) -> None:
+        """Send a unit one way or the other, and learn how fast the link is. Raises as Channel.write."""
+        link, staged = self._chooser.link, self.staged(unit, allowed, is_last)
+        pending = channel.pending() if isinstance(channel, MeasuredChannel) else None
+        if pending is not None:
+            link.begin(self._clock.now(), *pending)
+        channel.write(staged)
+        pending = channel.pending() if isinstance(channel, MeasuredChannel) else None
+        if pending is not None:
+            link.end(self._clock.now(), *pending)
+
+    def staged(self, unit: OutgoingUnit, allowed: tuple[str, ...], is_last: bool) -> OutgoingUnit:
+        """The unit as a frame where that is faster, else as it is. `is_last`: nothing waits behind it."""
+        header = unit.header
+        held = self._credits.get((header.transfer_id, header.epoch))
+        credits = held.num_slots if held is not None else 0
+        choice = self._chooser.choose(allowed, header.num_bytes, credits, is_last) if allowed else RAW
+        framed = self._framed(unit, choice) if choice != RAW else None
+        if framed is None or held is None or framed.header.frame_bytes > held.slot_bytes:
+            self.counts.raw_units += bool(allowed)
+            return unit
+        held.num_slots -= 1
+        self.counts.frames += 1
+        self.counts.frame_bytes += framed.header.frame_bytes
+        self.counts.saved_bytes += header.num_bytes - framed.header.frame_bytes
+        return framed
+
+    def _framed(self, unit: OutgoingUnit, entry: str) -> OutgoingUnit | None:
+        """None: it cannot be made, or is no smaller."""
+        name, level = split(entry)
+        header = unit.header
+        try:
+            codec = self._frames.codec(name, level)
+            if not self._frames.usable(codec):
+                raise PdxferError("this engine's values are not known")
+            began = self._clock.now()
+            frame = self._frames.encode(self._gather(unit.source, header.num_bytes), header, codec)
+        except (PdxferError, ValueError) as error:
+            log.warning("codec %s is not used on the wire any more: %s", entry, error)
+            self._chooser.forbid(entry)
+            return None
+        frame_bytes = sum(len(part) for part in frame)
+        self._chooser.encoded(entry, header.num_bytes, frame_bytes, self._clock.now() - began)
+        if frame_bytes >= header.num_bytes:
+            return None
+        digest = header.digest if codec.lossless else 0
+        return OutgoingUnit(
+            header=msgspec.structs.replace(header, frame_bytes=frame_bytes, digest=digest),
+            source=self._runs(frame),
+            source_blocks=unit.source_blocks,
+            target_blocks=unit.target_blocks,
+            frame=frame,
+        )
+
+    def _gather(self, source: Runs, num_bytes: int) -> Bytes:
+        """The unit's bytes in one piece, in canonical order. One copy."""
+        raw, at = np.empty(num_bytes, dtype=np.uint8), 0
+        for view in self._region.views(source):
+            part = np.frombuffer(view, dtype=np.uint8)
+            np.copyto(raw[at : at + part.nbytes], part)
+            at += part.nbytes
+        return raw
+
+    def _runs(self, frame: tuple[bytes | memoryview, ...]) -> Runs:
+        base = self._region.layout.base
+        rows = [(np.frombuffer(part, dtype=np.uint8).ctypes.data - base, len(part)) for part in frame]
+        return np.array(rows, dtype=np.int64)

@@ -1,0 +1,80 @@
+"""Codecs on the wire from proxy to fake decode engine, which checks every byte against what the prompt implies."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from test_proxy_cluster import ANSWER, STREAM, Cluster, cluster, until
+
+from pdxfer.codec.frame import FrameError
+from pdxfer.node.wire import Wire
+
+
+def wire(name: str) -> str:
+    """Section `codec` for one codec on the wire."""
+    return json.dumps({"wire": name})
+
+
+PAIR = {"p0": "prefill", "d0": "decode"}
+
+
+def wire_of(c: Cluster, engine_id: str) -> Wire:
+    wire = c.engines[engine_id].member._node.wire
+    assert wire is not None
+    return wire
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int8", "fp8", "zstd"])
+async def test_answers_are_right_and_the_kv_came_in_frames(codec: str) -> None:
+    """Bit for bit with the lossless ones; near, by the fake's own check, with the lossy ones."""
+    async with cluster(PAIR, codec=wire(codec)) as c:
+        for number in range(3):
+            text, header = await c.ask(STREAM, f"q{number}")
+            assert text == ANSWER and header.startswith("mode=pair; ")
+        sent, taken = wire_of(c, "p0").counts(), wire_of(c, "d0").staging
+        assert sent["wire_frames"] == taken.num_frames > 0 and not taken.num_bad
+        assert codec == "zstd" or sent["wire_saved_bytes"] > 0
+
+
+async def test_a_bad_frame_costs_time_never_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode computes from the bad chunk on; the next request goes well."""
+    async with cluster(PAIR, codec=wire("lossless")) as c:
+        staging = wire_of(c, "d0").staging
+        decode, calls = staging._frames.decode, [0]
+
+        def second_is_bad(frame: memoryview, unit: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise FrameError("the payload's checksum is wrong")
+            return decode(frame, unit)
+
+        monkeypatch.setattr(staging._frames, "decode", second_is_bad)
+        assert (await c.ask(STREAM, "q1"))[0] == ANSWER
+        assert staging.num_bad == 1
+        assert (await c.ask(STREAM, "q2"))[0] == ANSWER
+
+
+async def test_a_client_that_leaves_in_mid_transfer_leaves_no_slot_behind() -> None:
+    async with cluster(PAIR, **{"codec": wire("lossless"), "prefill-tokens-per-s": 5000}) as c:
+        ring = wire_of(c, "d0").staging._ring
+        asking = asyncio.create_task(c.ask(STREAM, "q1"))
+        await until(lambda: ring._shares)
+        asking.cancel()
+        await asyncio.wait([asking])
+        for engine in c.engines.values():
+            await until(lambda engine=engine: engine.member.is_idle)
+        await until(lambda: len(ring._free) == ring.num_slots and not ring._shares)
+        ring.check()
+        assert (await c.ask(STREAM, "q2"))[0] == ANSWER
+
+
+async def test_many_prompts_at_once_share_the_slots() -> None:
+    async with cluster({"p0": "prefill", "p1": "prefill", "d0": "decode"}, codec=wire("lossless")) as c:
+        answers = await asyncio.gather(*(c.ask(STREAM, f"q{n}") for n in range(12)), return_exceptions=True)
+        assert not any(isinstance(a, aiohttp.ClientError) for a in answers), answers
+        assert all(not isinstance(a, BaseException) and a[0] == ANSWER for a in answers), answers
+        ring = wire_of(c, "d0").staging._ring
+        await until(lambda: len(ring._free) == ring.num_slots)
+        ring.check()
