@@ -19,6 +19,7 @@ from pdxfer.proxy.errors import ApiError
 from pdxfer.router.events import Received, Tick
 from pdxfer.router.settings import RouterSettings
 from pdxfer.router.state import RouterState
+from pdxfer.store.peer import wire
 from pdxfer.wire.halves import ToScheduler, ToWorker
 from pdxfer.wire.messages import FromMember, FromRouter, Heartbeat, PeerReady, Role
 from pdxfer.wire.version import PROTOCOL, Decoder
@@ -27,7 +28,10 @@ IS_FULL = os.environ.get("PDXFER_TIER") == "full"
 ROUNDS = 20_000 if IS_FULL else 300
 """Mutations of each message type."""
 EXAMPLES = 20_000 if IS_FULL else 300
-UNIONS: dict[str, Any] = {"member": FromMember, "router": FromRouter, "worker": ToWorker, "scheduler": ToScheduler}
+UNIONS: dict[str, Any] = {
+    "member": FromMember, "router": FromRouter, "worker": ToWorker, "scheduler": ToScheduler, "question": wire.Question,
+    "answer": wire.Answer,
+}  # fmt: skip
 ENGINES: dict[str, Role] = {"p0": "prefill", "d0": "decode"}
 ROUTES = [
     b"p0/sched#1", b"p0/w0#2", b"d0/sched#3", b"d0/w0#4", b"proxy/x#5", b"proxy/y#6", b"nobody", b"\xff/\xff#\xff",

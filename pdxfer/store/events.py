@@ -141,12 +141,17 @@ class Mirror:
         """Tiers that were spoken of."""
         return list(self._tiers)
 
-    def forget(self, keys: Iterable[bytes]) -> int:
-        """They turned out not to be there; how many were known."""
-        known = {key for key in keys if key in self}
+    def among(self, keys: set[bytes]) -> set[bytes]:
+        """Those that some tier holds."""
+        found: set[bytes] = set()
         for held in self._tiers.values():
-            held -= known
-        return len(known)
+            found |= keys & held
+        return found
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """They turned out not to be there."""
+        for held in self._tiers.values():
+            held.difference_update(keys)
 
     def __contains__(self, key: bytes) -> bool:
         return any(key in keys for keys in self._tiers.values())

@@ -54,9 +54,9 @@ class Link:
             self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
             self._thread.start()
 
-    def holds(self, key: bytes) -> bool:
-        """Whether it answers and, as it said last, has this value."""
-        return self.server.up and key in self.index
+    def among(self, keys: set[bytes]) -> set[bytes]:
+        """Those it has, as it said last; none while it does not answer."""
+        return self.index.among(keys) if self.server.up else set()
 
     async def close(self) -> None:
         """Idempotent."""
@@ -87,8 +87,10 @@ class Link:
                 said = why
             self._stop.wait(random.uniform(0.5, 1.0) * MAX_REST_S)
 
-    def _heard(self, told: wire.Told) -> bool:
-        return bool(self._on_loop(lambda: self._apply(told)))
+    def _heard(self, told: wire.Told | None) -> bool:
+        if self._stop.is_set():
+            return False
+        return told is None or bool(self._on_loop(lambda: self._apply(told)))
 
     def _on_loop(self, work: Callable[[], object]) -> object:
         """Run it there and wait; None if the loop is gone."""
@@ -134,6 +136,7 @@ class Links:
     def __init__(self) -> None:
         self._links: dict[PeerId, Link] = {}
         self._me: PeerId | None = None
+        self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
         self.sessions = SESSIONS
         self.follows = False
@@ -155,6 +158,8 @@ class Links:
         """These are all the peers there are."""
         me = self._me
         assert me is not None, "meet before join"
+        if self._closed:
+            return
         ways = {}
         for node in nodes:
             peer = PeerId(engine_id=node.engine_id, incarnation=node.incarnation, rank=node.rank)
@@ -177,6 +182,7 @@ class Links:
         return next((link for peer, link in self._links.items() if peer.engine_id == engine_id), None)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Idempotent; nobody is met afterwards."""
+        self._closed = True
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)

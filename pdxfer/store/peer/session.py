@@ -118,17 +118,17 @@ class PeerSession:
         """Nothing is ever put into another node's store: it takes what it wants."""
         return Outcome.TOO_LARGE
 
-    def follow(self, heard: Callable[[wire.Told], bool]) -> None:
-        """Hand every batch to `heard` until it says False or the connection ends (ServerError)."""
+    def follow(self, heard: Callable[[wire.Told | None], bool]) -> None:
+        """Hand every batch to `heard`, and None now and then while there is none, until it says False or the connection
+        ends (ServerError)."""
         try:
             self._frames.send(FrameType.CONTROL, wire.encode(wire.Follow()))
             while True:
                 said = wire.answer(self._frames.receive_meta(self._frames.receive_head()))
-                if isinstance(said, wire.Told):
-                    if not heard(said):
-                        return
-                elif not isinstance(said, wire.Quiet):
+                if not isinstance(said, wire.Told | wire.Quiet):
                     raise self._nonsense(said)
+                if not heard(said if isinstance(said, wire.Told) else None):
+                    return
         except PdxferError as error:
             raise self._failed(error) from error
 

@@ -52,10 +52,8 @@ class PeerTier(RemoteTier):
         """From the indexes. Sizes are not known (0)."""
         if not self._in_time(deadline):
             return [None] * len(keys)
-        links = list(self._links)
-        return [
-            Entry(key=key, num_bytes=0) if any(link.holds(key) for link in links) else None for key in keys
-        ]  # fmt: skip
+        held = self._among(keys)
+        return [Entry(key=key, num_bytes=0) if key in held else None for key in keys]
 
     async def reserve(self, key: bytes, num_bytes: int, deadline: float, tenant: str = "") -> Reservation | Outcome:
         """Never."""
@@ -69,7 +67,7 @@ class PeerTier(RemoteTier):
         """Forget that peers said they have them, until they say it again."""
         if not self._in_time(deadline):
             return 0
-        held = {key for key in keys if any(link.holds(key) for link in self._links)}
+        held = self._among(keys)
         for link in self._links:
             link.index.forget(held)
         return len(held)
@@ -105,8 +103,12 @@ class PeerTier(RemoteTier):
             self._counters.failed(STALE)
         return None
 
+    def _among(self, keys: Sequence[bytes]) -> set[bytes]:
+        wanted = set(keys)
+        return set().union(*(link.among(wanted) for link in self._links))
+
     def _holders(self, key: bytes) -> list[Link]:
         """Peers that should have it, beginning with another one for each key."""
-        holders = [link for link in self._links if link.holds(key)]
+        holders = [link for link in self._links if link.among({key})]
         first = key[0] % len(holders) if holders else 0
         return holders[first:] + holders[:first]

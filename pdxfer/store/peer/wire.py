@@ -47,7 +47,7 @@ class Look(Talk, tag="look", frozen=True):
 class Page(Talk, tag="page", frozen=True):
     """The first keys after this one, in order, in the tier named or in any. Answer Entries."""
 
-    after: Annotated[bytes, msgspec.Meta(max_length=32)]
+    after: Annotated[bytes, msgspec.Meta(max_length=64)]
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)]
     tier: Id = ""
 
