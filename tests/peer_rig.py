@@ -1,6 +1,7 @@
 """Several nodes with real stores behind one router, on fake engines: what tests of peers share."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -10,10 +11,12 @@ from typing import Any
 from router_kit import wait_until
 
 from pdxfer.config.store import StoreConfig, TierConfig
+from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.kv.chunks import chunk_keys, identity_digest
+from pdxfer.node.lookup import Lookup
 from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.store_side import StoreSettings
-from pdxfer.store.chunk import NewChunk
+from pdxfer.store.chunk import NewChunk, Wanted
 from pdxfer.store.tiered import TieredStore
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_kv import FakeCache
@@ -22,6 +25,7 @@ from pdxfer.testing.fake_member import FakeMember
 from pdxfer.transport.kinds import endpoint_factories
 from pdxfer.wire.halves import socket_path
 from pdxfer.wire.messages import Role
+from pdxfer.wire.store_facts import Find, Found
 
 BLOCK, CHUNK_BLOCKS = 16, 2
 CHUNK = BLOCK * CHUNK_BLOCKS
@@ -78,6 +82,55 @@ class Store:
 
         return self(run)  # type: ignore[no-any-return]
 
+    def put_raw(self, tier: str, key: bytes, value: bytes) -> None:
+        """Into one tier, whatever it is, and told."""
+
+        async def run(store: TieredStore) -> None:
+            [slot] = [slot for slot in store.slots if slot.name == tier]
+            await slot.tier.put(key, [value], store.clock.now() + 10)
+            store.events.add(tier, [key])
+
+        self(run)
+
+    def drop_silently(self, tier: str, key: bytes) -> None:
+        """Out of one tier, and not told."""
+
+        async def run(store: TieredStore) -> None:
+            [slot] = [slot for slot in store.slots if slot.name == tier]
+            await slot.tier.delete([key], store.clock.now() + 10)
+
+        self(run)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """How many the scheduler half is told there are."""
+        facts: queue.SimpleQueue[Found] = queue.SimpleQueue()
+        assert self.node.store is not None
+        lookup = Lookup(0, self.node.store.thread, facts.put, SYSTEM_CLOCK)
+        lookup.find(Find(find_id="f", keys=list(keys), timeout_s=10.0))
+        return facts.get(timeout=20).num_keys
+
+    def load(self, keys: Sequence[bytes]) -> int:
+        """How many chunks come whole, with the right bytes."""
+
+        async def run(store: TieredStore) -> int:
+            got: dict[int, bytes] = {}
+
+            def sink(index: int, header: object, raw: memoryview) -> None:
+                got[index] = bytes(raw)
+
+            wanted = [Wanted(key=key, num_tokens=CHUNK, raw_bytes=VALUE_BYTES) for key in keys]
+            loaded = await store.load(wanted, sink, store.clock.now() + 10)
+            assert all(got[index] == keys[index][:1] * VALUE_BYTES for index in loaded.delivered)
+            return len(loaded.delivered)
+
+        return self(run)  # type: ignore[no-any-return]
+
+    @property
+    def num_peers(self) -> int:
+        """Nodes whose stores it may read."""
+        assert self.node.store is not None and self.node.store.peering is not None
+        return len(list(self.node.store.peering._links))
+
     def leases(self) -> int:
         """Out now, over all tiers."""
 
@@ -103,24 +156,21 @@ def nodes(router: str, engines: dict[str, list[TierConfig]], role: Role = "both"
     """Fake engines by name, each with a store of these tiers; all know each other when this returns."""
     with ExitStack() as stack:
         found = {name: stack.enter_context(one(router, name, tiers, role)) for name, tiers in engines.items()}
-        wait_until(lambda: all(_num_peers(store.node) == len(found) - 1 for store in found.values()), 20, "peers")
+        wait_until(lambda: all(store.num_peers == len(found) - 1 for store in found.values()), 20, "peers")
         yield found
 
 
-def _num_peers(node: Node) -> int:
-    assert node.store is not None and node.store.peering is not None
-    return len(list(node.store.peering._links))
-
-
 @contextmanager
-def one(router: str, engine_id: str, tiers: list[TierConfig], role: Role = "both") -> Iterator[Store]:
+def one(
+    router: str, engine_id: str, tiers: list[TierConfig], role: Role = "both", model: str = "fake"
+) -> Iterator[Store]:
     """A fake engine on an event loop of its own thread."""
     ready: list[Node] = []
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def run() -> None:
-        async with running(router, engine_id, tiers, role) as node:
+        async with running(router, engine_id, tiers, role, model) as node:
             ready.append(node)
             await stop.wait()
 
@@ -136,7 +186,7 @@ def one(router: str, engine_id: str, tiers: list[TierConfig], role: Role = "both
 
 
 @asynccontextmanager
-async def running(router: str, engine_id: str, tiers: list[TierConfig], role: Role) -> AsyncIterator[Node]:
+async def running(router: str, engine_id: str, tiers: list[TierConfig], role: Role, model: str) -> AsyncIterator[Node]:
     """A fake engine on this loop, whose node has a store."""
     cache = FakeCache(num_blocks=64, block_size=BLOCK, num_layers=2, block_bytes=1024)
     halves = socket_path(f"{engine_id}-{id(cache):x}")
@@ -147,7 +197,7 @@ async def running(router: str, engine_id: str, tiers: list[TierConfig], role: Ro
         settings = NodeSettings(
             engine_id=engine_id, rank=0, halves_path=halves, router=router, chunk_blocks=CHUNK_BLOCKS, store=store
         )
-        made.append(Node(settings, cache.region, {"model": "fake"}, endpoint_factories(["tcp"])))
+        made.append(Node(settings, cache.region, {"model": model}, endpoint_factories(["tcp"])))
         return made[0]
 
     async with FakeEngine(FakeEngineSettings(engine_id=engine_id)) as server:

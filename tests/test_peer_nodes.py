@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from peer_rig import ALL, NONE, TOKENS, VALUE_BYTES, Store, keys_of, local_tiers, nodes
+from peer_rig import ALL, NONE, TOKENS, VALUE_BYTES, Store, keys_of, local_tiers, nodes, one
 from router_kit import wait_until
 from status_rig import serving
 
-from pdxfer.config.store import TierConfig
+from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
+from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.core.errors import ConfigError
+from pdxfer.node.peering import Peering, PeeringSettings
+from pdxfer.store.open import open_tiers
+from pdxfer.store.runtime import StoreThread
+from pdxfer.store.tiered import TieredStore
+from pdxfer.transport.base import EndpointOptions, PeerId
 
 pytestmark = pytest.mark.slow
 KEYS = keys_of()
@@ -91,3 +98,73 @@ def test_what_cannot_be_done_between_nodes_is_refused(cluster: Cluster) -> None:
     ):
         answer = cluster.api.post("/v1/cache/move", json={"tokens": TOKENS, "to_tier": "dram", **body})
         assert answer.status_code == status and why in answer.text, answer.text
+
+
+def test_a_value_that_is_damaged_at_its_source_is_not_copied_and_no_hit(cluster: Cluster) -> None:
+    """Counted, and left where it is; the others are copied. Read through the peer tier, it is a miss."""
+    cluster.a.save(KEYS[1:])
+    cluster.a.put_raw("dram", KEYS[0], b"not a frame" * 100)
+    wait_until(lambda: cluster.b.held("peer", KEYS) == ALL, 10, "b to know")
+    assert cluster.b.read(KEYS[0]) is None
+    moved = cluster.post("move", from_engine="a", engines=["b"], tokens=TOKENS, to_tier="dram")
+    assert (moved["done"], moved["removed"], moved["failed"]) == (3, 3, {"damaged": 1})
+    assert cluster.a.held("dram", KEYS) == [True, False, False, False]
+    assert cluster.b.held("dram", KEYS) == [False, True, True, True]
+
+
+def test_a_source_that_is_lost_on_the_way_is_said_and_loses_nothing(cluster: Cluster) -> None:
+    """The part fails with how far it came; what was copied is there, what was not is still at the source."""
+    cluster.a.save(KEYS)
+    assert cluster.a.node.store is not None and cluster.a.node.store.peering is not None
+    peering = cluster.a.node.store.peering
+    assert peering._service is not None
+    peering._service.close()
+    answer = cluster.post("move", status=502, from_engine="a", engines=["b"], tokens=TOKENS, to_tier="dram")
+    [part] = answer["parts"]
+    assert part["state"] == "failed" and "0 were copied" in part["error"]
+    assert (cluster.a.held("dram", KEYS), cluster.b.held("dram", KEYS)) == (ALL, NONE)
+
+
+def test_the_scheduler_half_finds_and_loads_what_a_peer_holds(cluster: Cluster) -> None:
+    """Find is answered from the index, a load brings the bytes; what the peer has evicted ends the load short."""
+    cluster.a.save(KEYS[:3])
+    wait_until(lambda: cluster.b.held("peer", KEYS) == [True, True, True, False], 10, "b to know")
+    assert cluster.b.find(KEYS) == 3
+    cluster.a.drop_silently("dram", KEYS[2])
+    assert cluster.b.load(KEYS[:3]) == 2
+    assert cluster.b.find(KEYS) == 2
+
+
+def test_engines_of_one_role_and_of_other_models(tmp_path: Path) -> None:
+    """Two prefill engines have no channel between them, and read each other's stores; another model's knows neither."""
+    with serving(heartbeat_s=0.2) as site:
+        tiers = {name: [*local_tiers(tmp_path / name), TierConfig(url="peer:")] for name in "ab"}
+        with (
+            nodes(site.router.endpoint, tiers, role="prefill") as stores,
+            one(site.router.endpoint, "c", local_tiers(tmp_path / "c"), model="other") as other,
+        ):
+            wait_until(lambda: len(site.router.snapshot().engines) == 3, 20, "engines")
+            stores["a"].save(KEYS)
+            wait_until(lambda: stores["b"].held("peer", KEYS) == ALL, 10, "b to know")
+            assert (stores["b"].num_peers, other.num_peers) == (1, 0)
+
+
+def test_beyond_this_machine_only_with_keys(tmp_path: Path) -> None:
+    """A reachable address without keys: `peer:` is refused, and without it nothing is served."""
+    options = EndpointOptions(bind="0.0.0.0")
+    config = StoreConfig(enabled=True, tiers=[TierConfig(url="peer:")])
+    with pytest.raises(ConfigError, match="keys_dir"):
+        Peering(PeeringSettings(options=options, is_secure=False), config)
+    Peering(PeeringSettings(options=options, is_secure=True), config)
+    quiet = Peering(PeeringSettings(options=options, is_secure=False), StoreConfig(enabled=True))
+    thread = StoreThread(lambda: memory_store())
+    thread.start(20)
+    quiet.join(PeerId(engine_id="x", incarnation=1, rank=0), thread)
+    assert quiet.address is None
+    quiet.close()
+    thread.close(5)
+
+
+async def memory_store() -> TieredStore:
+    config = StoreConfig(enabled=True, tiers=[TierConfig(url="dram:", capacity_gib=0.01)])
+    return TieredStore(await open_tiers(config, SYSTEM_CLOCK), config, bytes(16))
