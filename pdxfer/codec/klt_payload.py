@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdxfer.codec import rans
+from pdxfer.codec.arrays import host
 from pdxfer.codec.base import Bytes, ChunkSpec
 from pdxfer.codec.frame import FrameError
 from pdxfer.codec.klt_tables import NUM_CLASSES
@@ -104,11 +105,12 @@ class Exact:
 
     @classmethod
     def of(cls, values: Bytes, plan: Plan, escaped: npt.NDArray[np.uint8]) -> "Exact":
-        """Taken from a chunk."""
+        """Taken from a chunk, which may be a tensor."""
         whole, window = items(values, plan.spec.dtype, plan.shape), plan.window
         where = np.flatnonzero(escaped)
         plane, token = np.divmod(where, max(window.tokens, 1))
-        return cls(first=whole[:, :, : window.skip], where=where, escapes=whole[plane, :, window.skip + token])
+        escapes = host(whole[plane, :, window.skip + token])
+        return cls(first=host(whole[:, :, : window.skip]), where=where, escapes=escapes)
 
     @classmethod
     def read(cls, pieces: Pieces, plan: Plan, count: int, dtype: Any) -> "Exact":

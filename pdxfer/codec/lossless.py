@@ -13,6 +13,7 @@ import struct
 
 import numpy as np
 
+from pdxfer.codec.arrays import contiguous, host, put, words16
 from pdxfer.codec.base import Bytes, ChunkSpec, Encoded, Tables, check_version
 from pdxfer.codec.frame import FrameError, FrameHeader
 from pdxfer.codec.kernels import GROUP, Kernels, best
@@ -62,7 +63,7 @@ class LosslessCodec:
         """One pass."""
         payload = self._code(values, spec.dtype) if spec.dtype in CODED else None
         if payload is None:
-            payload = np.concatenate((np.zeros(_HEAD.size, dtype=np.uint8), values))
+            payload = np.concatenate((np.zeros(_HEAD.size, dtype=np.uint8), host(values)))
         return Encoded(payload=payload.data, codec=self.name, codec_version=self.version, level=0)
 
     def _code(self, values: Bytes, dtype: str) -> Bytes | None:
@@ -73,7 +74,7 @@ class LosslessCodec:
             return None
         payload = np.empty(values.nbytes, dtype=np.uint8)
         planes, extra, counts, base, rest = parts.views(payload)
-        words = values[: parts.whole].view(np.uint16)
+        words = words16(values[: parts.whole])
         used = self._kernels.lossless_encode(
             words[parts.stride - 1 :],
             parts.stride,
@@ -90,8 +91,8 @@ class LosslessCodec:
         payload[: _HEAD.size] = np.frombuffer(_HEAD.pack(1, used), dtype=np.uint8)
         at = fixed + used
         if parts.low:
-            payload[at : at + parts.low] = np.ascontiguousarray(words[::2]).view(np.uint8)
-        payload[at + parts.low : at + parts.low + parts.tail] = values[parts.whole :]
+            payload[at : at + parts.low] = host(contiguous(words[::2])).view(np.uint8)
+        payload[at + parts.low : at + parts.low + parts.tail] = host(values[parts.whole :])
         return payload[: at + parts.low + parts.tail]
 
     def decode(self, payload: memoryview, header: FrameHeader, out: Bytes) -> None:
@@ -104,7 +105,7 @@ class LosslessCodec:
         if not coded:
             if data.nbytes != _HEAD.size + out.nbytes:
                 raise FrameError(f"lossless payload of {data.nbytes} bytes should hold {out.nbytes} as they are")
-            out[:] = data[_HEAD.size :]
+            put(out, data[_HEAD.size :])
             return
         if header.dtype not in CODED:
             raise FrameError(f"lossless payload of dtype {header.dtype}, which is never coded")
@@ -113,7 +114,7 @@ class LosslessCodec:
         if data.nbytes != at + parts.low + parts.tail:
             raise FrameError(f"lossless payload of {data.nbytes} bytes for {out.nbytes} with {used} escapes is cut")
         planes, extra, counts, base, rest = parts.views(data)
-        words = out[: parts.whole].view(np.uint16)
+        words = words16(out[: parts.whole])
         taken = self._kernels.lossless_decode(
             base,
             planes.view(np.uint64),
@@ -128,5 +129,5 @@ class LosslessCodec:
         if not taken:
             raise FrameError("lossless payload: the planes ask for other escapes than there are")
         if parts.low:
-            words[::2] = data[at : at + parts.low].view(np.uint16)
-        out[parts.whole :] = data[at + parts.low :]
+            put(words[::2], data[at : at + parts.low].view(np.uint16))
+        put(out[parts.whole :], data[at + parts.low :])

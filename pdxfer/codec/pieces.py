@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdxfer.codec import rans
+from pdxfer.codec.arrays import float32_of, host, on_host, words16
 from pdxfer.codec.base import ITEM_BYTES, Bytes
 from pdxfer.codec.frame import FrameError
 from pdxfer.codec.values import from_float, to_float
@@ -90,7 +91,7 @@ RAW = 0xFFFFFFFF
 
 def smaller(payload: bytes, values: Bytes) -> bytes:
     """The payload, or the values as they are where those are shorter."""
-    return payload if len(payload) < values.nbytes else numbers(RAW) + values.tobytes()
+    return payload if len(payload) < values.nbytes else numbers(RAW) + host(values).tobytes()
 
 
 def numbers(*values: int) -> bytes:
@@ -109,6 +110,9 @@ def check_dtype(codec: str, dtype: str) -> None:
 
 def kernel_view(values: Bytes, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
     """Values as the kernels take them, in `shape`: bfloat16 bits or float32 without a copy, float16 widened."""
+    if not on_host(values):
+        tensor: npt.NDArray[Any] = words16(values) if dtype == "bfloat16" else float32_of(values, dtype)
+        return tensor.reshape(shape)
     if dtype == "bfloat16":
         return values.view(np.uint16).reshape(shape)
     if dtype == "float32":
@@ -128,5 +132,7 @@ def settle(scratch: npt.NDArray[Any], out: Bytes, dtype: str) -> None:
 
 
 def items(values: Bytes, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """The values as items of their size, in `shape`: for parts that are kept exact."""
+    """The values as items of their size (a tensor: as bytes), in `shape`: for parts that are kept exact."""
+    if not on_host(values):
+        return values.reshape(*shape[:-1], shape[-1] * ITEM_BYTES[dtype])
     return values.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[ITEM_BYTES[dtype]]).reshape(shape)

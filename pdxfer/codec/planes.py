@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdxfer.codec import rans
+from pdxfer.codec.arrays import on_host
 from pdxfer.codec.native import POINTER, function, pointer
-from pdxfer.core.errors import ConfigError
 
 Floats = npt.NDArray[np.float32]
 Shifts = npt.NDArray[np.int16]
@@ -81,6 +81,11 @@ class Transform:
         )  # fmt: skip
 
     @cached_property
+    def uploaded(self) -> dict[Any, tuple[Any, ...]]:
+        """Device → what kernels/gpu/planes.py keeps there."""
+        return {}
+
+    @cached_property
     def forward_plain(self) -> npt.NDArray[np.float64]:
         """[P, C, width]: `forward` for numba."""
         return _plain(self.forward).astype(np.float64)
@@ -134,12 +139,6 @@ def _native(name: str) -> Callable[..., Any] | None:
     return function(name, *SIGNATURES[name])
 
 
-def check_channels(channels: int) -> None:
-    """Raise ConfigError for more channels a plane than the kernels hold."""
-    if channels > MAX_CHANNELS:
-        raise ConfigError(f"planes of {channels} channels; klt handles at most {MAX_CHANNELS}: split the heads")
-
-
 def angles(positions: npt.NDArray[np.int64], inverse_wavelengths: npt.NDArray[np.float64]) -> Floats:
     """[T, rotary]: cosines, then sines, of each position's RoPE angles."""
     turns = positions[:, None].astype(np.float64) * inverse_wavelengths[None]
@@ -148,6 +147,10 @@ def angles(positions: npt.NDArray[np.int64], inverse_wavelengths: npt.NDArray[np
 
 def stats(values: Values, window: Window, *, native: bool = True) -> tuple[Floats, Floats]:
     """Mean and standard deviation of each channel, [P, C] each; what is not finite counts as 0."""
+    if not on_host(values):
+        from pdxfer.codec.kernels.gpu import planes as gpu
+
+        return gpu.stats(values, window)
     shape = (values.shape[0], values.shape[1] * values.shape[3])
     mean, deviation = np.empty(shape, np.float32), np.empty(shape, np.float32)
     run = _native("klt_stats") if native else None
@@ -161,6 +164,10 @@ def stats(values: Values, window: Window, *, native: bool = True) -> tuple[Float
 
 def quantise(values: Values, window: Window, by: Uniform, *, native: bool = True) -> tuple[rans.Symbols, rans.Symbols]:
     """Symbols [P * C, T], and which tokens of a plane do not fit [P, T]."""
+    if not on_host(values):
+        from pdxfer.codec.kernels.gpu import planes as gpu
+
+        return gpu.quantise(values, window, by)
     planes, channels = by.mean.shape
     sym, escaped = np.empty((planes * channels, window.tokens), np.uint8), np.empty((planes, window.tokens), np.uint8)
     inverse = np.float32(1) / by.step
@@ -181,6 +188,10 @@ def forward(
 ) -> tuple[rans.Symbols, Shifts, rans.Symbols]:
     """Symbols [sum of kept, T], shifts [sum of kept], and which tokens of a plane do not fit [P, T]. `turns`: of
     `angles`, or NO_ANGLES."""
+    if not on_host(values):
+        from pdxfer.codec.kernels.gpu import planes as gpu
+
+        return gpu.forward(values, window, by, turns)
     planes = len(by.mean)
     shifts = np.empty(int(by.kept.sum()), np.int16)
     sym = np.empty((int(by.kept.sum()), window.tokens), np.uint8)

@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from pdxfer.codec.arrays import contiguous, empty_beside, host, put
 from pdxfer.codec.base import ITEM_BYTES, Bytes, ChunkSpec, Encoded, Shape, Tables, check_shape, check_version
 from pdxfer.codec.frame import FrameError, FrameHeader
 from pdxfer.codec.kernels import DTYPE_NUMBERS, Kernels, Words, best
@@ -76,7 +77,7 @@ class ScaledCodec:
         exact = spec.exact_tokens
         shape, body = _without(values, spec.shape, ITEM_BYTES[spec.dtype], exact)
         layout = self.layout(shape)
-        first = values[:0] if exact == 0 else _first(values, spec.shape, ITEM_BYTES[spec.dtype], exact)
+        first = host(values[:0] if exact == 0 else _first(values, spec.shape, ITEM_BYTES[spec.dtype], exact))
         codes_at = _HEAD.size + first.nbytes + 2 * layout.params
         payload = np.empty(codes_at + layout.codes, dtype=np.uint8)
         params, bad = payload[_HEAD.size + first.nbytes : codes_at], np.zeros(layout.units, dtype=np.uint8)
@@ -86,7 +87,7 @@ class ScaledCodec:
         raw = np.flatnonzero(bad).astype(np.uint32)
         kept = self._raw_units(body, shape, ITEM_BYTES[spec.dtype], raw, values.nbytes - payload.nbytes)
         if kept is None:
-            return self._encoded(np.concatenate((np.zeros(_HEAD.size, dtype=np.uint8), values)))
+            return self._encoded(np.concatenate((np.zeros(_HEAD.size, dtype=np.uint8), host(values))))
         payload[: _HEAD.size] = np.frombuffer(_HEAD.pack(1, exact, 0, raw.size), dtype=np.uint8)
         payload[_HEAD.size : _HEAD.size + first.nbytes] = first
         return self._encoded(np.concatenate((payload, raw.view(np.uint8), *kept)) if raw.size else payload)
@@ -105,7 +106,7 @@ class ScaledCodec:
         if not coded:
             if data.nbytes != _HEAD.size + out.nbytes:
                 raise FrameError(f"{self.name} payload of {data.nbytes} bytes should hold {out.nbytes} of values")
-            out[:] = data[_HEAD.size :]
+            put(out, data[_HEAD.size :])
             return
         item, shape = ITEM_BYTES[header.dtype], header.shape
         if exact > shape[3]:
@@ -118,14 +119,14 @@ class ScaledCodec:
         raw_at = codes_at + layout.codes
         if data.nbytes < raw_at + 4 * num_raw or num_raw > layout.units:
             raise FrameError(f"{self.name} payload of {data.nbytes} bytes for {shape}, {num_raw} raw units, is cut")
-        body = out if exact == 0 else np.empty(out.nbytes - first_bytes, dtype=np.uint8)
+        body = out if exact == 0 else empty_beside(out, out.nbytes - first_bytes)
         if layout.units:
             params = data[params_at:codes_at].view(np.uint16)
             self.decode_units(data[codes_at:raw_at], params, body_shape, number, body)
         self._restore(data[raw_at:], num_raw, body, body_shape, item, layout.units)
         if exact:
             whole = out.reshape(*shape[:4], shape[4] * item)
-            whole[:, :, :, :exact] = data[_HEAD.size : params_at].reshape(*shape[:3], exact, shape[4] * item)
+            put(whole[:, :, :, :exact], data[_HEAD.size : params_at])
             whole[:, :, :, exact:] = body.reshape(*body_shape[:4], shape[4] * item)
 
     def _encoded(self, payload: Bytes) -> Encoded:
@@ -137,7 +138,7 @@ class ScaledCodec:
         """The raw units' values; None if all would be no shorter than the values themselves."""
         kept, used = [], 4 * raw.size
         for number in raw.tolist():
-            kept.append(self.unit(body, shape, item, number))
+            kept.append(host(self.unit(body, shape, item, number)))
             used += kept[-1].nbytes
             if used >= room:
                 return None
@@ -152,7 +153,7 @@ class ScaledCodec:
             unit = self.unit(body, shape, item, number)
             if at + unit.nbytes > tail.nbytes:
                 raise FrameError(f"{self.name} payload is cut in its raw units")
-            unit[:] = tail[at : at + unit.nbytes]
+            put(unit, tail[at : at + unit.nbytes])
             at += unit.nbytes
         if at != tail.nbytes:
             raise FrameError(f"{self.name} payload has {tail.nbytes - at} bytes too many")
@@ -160,12 +161,13 @@ class ScaledCodec:
 
 def _first(values: Bytes, shape: Shape, item: int, exact: int) -> Bytes:
     """A copy of the first tokens' values."""
-    return np.ascontiguousarray(values.reshape(*shape[:4], shape[4] * item)[:, :, :, :exact]).reshape(-1)
+    found: Bytes = contiguous(values.reshape(*shape[:4], shape[4] * item)[:, :, :, :exact])
+    return found
 
 
 def _without(values: Bytes, shape: Shape, item: int, exact: int) -> tuple[Shape, Bytes]:
     """Shape and values without the first tokens; a copy unless there are none."""
     if exact == 0:
         return shape, values
-    rest = np.ascontiguousarray(values.reshape(*shape[:4], shape[4] * item)[:, :, :, exact:]).reshape(-1)
+    rest = contiguous(values.reshape(*shape[:4], shape[4] * item)[:, :, :, exact:])
     return (shape[0], shape[1], shape[2], shape[3] - exact, shape[4]), rest
