@@ -1,7 +1,7 @@
 """The scheduler half's connections: to the router and to its worker halves. Incoming messages go into one inbox.
 
-The engine joins the router when every rank has said WorkerReady. Sending never blocks; without a router, messages to
-it are dropped (store mode).
+The engine joins the router when every rank has said WorkerReady and its HTTP server answers. Sending never blocks;
+without a router, messages to it are dropped (store mode).
 """
 
 import logging
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.core.clock import Clock
 from pdxfer.core.ids import new_incarnation
+from pdxfer.router.api_wait import ApiWait
 from pdxfer.router.client import MemberClient
 from pdxfer.wire.halves import Generation, Listening, SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
 from pdxfer.wire.messages import Capacity, FromRouter, Heartbeat, Hello, Leg, LegFailed, Message, Stage, Stamp
@@ -58,6 +59,7 @@ class Member:
         self._lock = threading.Lock()
         self._is_closed = False
         self._router: MemberClient | None = None
+        self._api: ApiWait | None = None
         self._halves = SchedulerEnd(settings.halves_path, facts.world_size, self._on_fact)
         self._halves.broadcast(Welcome(incarnation=self.incarnation))
 
@@ -65,6 +67,8 @@ class Member:
         """Leave the router on purpose, close the half link."""
         with self._lock:
             self._is_closed = True
+        if self._api is not None:
+            self._api.close()
         if self._router is not None:
             self._router.close(goodbye="engine stops")
         self._halves.close()
@@ -103,8 +107,8 @@ class Member:
         if isinstance(fact, WorkerReady):
             self.inbox.put(fact)
             self._fingerprints[fact.rank] = fact.fingerprint
-            if len(self._fingerprints) == self._facts.world_size and self._router is None and self._settings.router:
-                self._join()
+            if len(self._fingerprints) == self._facts.world_size and self._api is None and self._settings.router:
+                self._api = ApiWait(self._settings.url, self._join)
         elif isinstance(fact, Generation):
             self._generations[fact.rank] = fact.number
         elif isinstance(fact, Listening):

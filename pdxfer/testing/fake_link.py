@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.ids import new_incarnation
+from pdxfer.router.api_wait import ApiWait
 from pdxfer.router.client import ClientSecurity, MemberClient
 from pdxfer.testing.fake_kv import FakeCache
 from pdxfer.wire.halves import Generation, SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
@@ -61,6 +62,7 @@ class FakeLink:
         """Grants taken back so far, for the next Grant."""
         self._fingerprint: dict[str, str] = {}
         self._router: MemberClient | None = None
+        self.api: ApiWait | None = None
         self._is_closed = False
         self.num_losses = 0
         """How often the router was lost."""
@@ -71,6 +73,8 @@ class FakeLink:
     def close(self) -> None:
         """Leave the cluster; blocks for a moment. Idempotent."""
         self._is_closed = True
+        if self.api is not None:
+            self.api.close()
         if self._router is not None:
             self._router.close("engine stops")
         self._halves.close()
@@ -123,7 +127,8 @@ class FakeLink:
     def _take_fact(self, fact: ToScheduler) -> None:
         if isinstance(fact, WorkerReady):
             self._fingerprint = fact.fingerprint
-            self._join()
+            if self.api is None and not self._is_closed:
+                self.api = ApiWait(self._settings.url, self._join)
         elif isinstance(fact, Generation):
             self.generation = fact.number
         else:
@@ -131,18 +136,17 @@ class FakeLink:
         self._changed.set()
 
     def _join(self) -> None:
-        """The node is there: join the router."""
-        if self._router is None and not self._is_closed:
-            self._router = MemberClient(
-                endpoint=self._settings.router,
-                identity=f"{self._settings.engine_id}/sched",
-                security=self._settings.security,
-                hello=self._hello,
-                beat=self._beat,
-                on_message=lambda message: self._to_loop(self._take_message, message),
-                on_link=lambda up: self._to_loop(self._take_link, up),
-                heartbeat_s=self._settings.heartbeat_s,
-            )
+        """The node is there and the HTTP server answers: join the router."""
+        self._router = MemberClient(
+            endpoint=self._settings.router,
+            identity=f"{self._settings.engine_id}/sched",
+            security=self._settings.security,
+            hello=self._hello,
+            beat=self._beat,
+            on_message=lambda message: self._to_loop(self._take_message, message),
+            on_link=lambda up: self._to_loop(self._take_link, up),
+            heartbeat_s=self._settings.heartbeat_s,
+        )
 
     def _hello(self) -> list[Message]:
         settings, layout = self._settings, self._cache.layout
