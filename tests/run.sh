@@ -58,15 +58,17 @@ if [ "$tier" = fast ]; then
 fi
 step "demo model"
 pdxfer model demo >/dev/null
+failed=0  # one tier's failures do not hide the next one's
 step "tests without vLLM, the slow ones too"
-"$python" -m pytest -m "not vllm and not full" tests
+"$python" -m pytest -m "not vllm and not full" tests || failed=1
 
 step "tests on real vLLM"
 marker="vllm and not full"
 [ "$tier" = full ] && marker="vllm or full"
 limit=900  # seconds a test, the start of its engines included
 [ "$tier" = full ] && limit=7200
-"$python" -m pytest -m "$marker" --timeout "$limit" -rA -s tests
+"$python" -m pytest -m "$marker" --timeout "$limit" -rA -s tests || failed=1
 
 step "quickstart"
-launch/quickstart.sh
+launch/quickstart.sh || failed=1
+exit "$failed"

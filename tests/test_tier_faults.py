@@ -28,9 +28,11 @@ pytestmark = pytest.mark.slow
 T = TypeVar("T")
 SHORT_S = 0.4
 """Deadline of calls that are expected to miss it."""
-SLACK_S = 0.4
+SLACK_S = 2.0
 """How much later than its deadline a call may be back on a busy machine."""
-AT_ONCE_S = 0.3
+PATIENT_S = 6.0
+"""Deadline of calls that must not use it."""
+AT_ONCE_S = 2.0
 BACK_S = 5.0
 
 
@@ -111,12 +113,12 @@ def short() -> float:
     return SYSTEM_CLOCK.now() + SHORT_S
 
 
-async def all_miss(tier: Tier, within_s: float) -> None:
+async def all_miss(tier: Tier, deadline_s: float, within_s: float) -> None:
     """Each kind of call says no, in time."""
-    outcome, put_s = await timed(tier.put(key_of("new"), [value_of("new", LARGE)], short()))
-    lease, get_s = await timed(tier.get(key_of("k"), short()))
-    found, lookup_s = await timed(tier.lookup([key_of("k"), key_of("new")], short()))
-    deleted, delete_s = await timed(tier.delete([key_of("k")], short()))
+    outcome, put_s = await timed(tier.put(key_of("new"), [value_of("new", LARGE)], SYSTEM_CLOCK.now() + deadline_s))
+    lease, get_s = await timed(tier.get(key_of("k"), SYSTEM_CLOCK.now() + deadline_s))
+    found, lookup_s = await timed(tier.lookup([key_of("k"), key_of("new")], SYSTEM_CLOCK.now() + deadline_s))
+    deleted, delete_s = await timed(tier.delete([key_of("k")], SYSTEM_CLOCK.now() + deadline_s))
     assert outcome in (Outcome.LATE, Outcome.FAILED)
     assert (lease, found, deleted) == (None, [None, None], 0)
     assert max(put_s, get_s, lookup_s, delete_s) < within_s, (put_s, get_s, lookup_s, delete_s)
@@ -137,7 +139,7 @@ async def test_a_server_that_is_down_costs_nothing_and_is_found_when_it_comes(ri
     rig.proxy.set("cut")
     async with opened(rig.url) as tier:
         await until(lambda: not tier.stats().reachable, "the tier to see that nobody is there", 2.0)
-        await all_miss(tier, AT_ONCE_S)
+        await all_miss(tier, PATIENT_S, AT_ONCE_S)
         assert set(tier.stats().failures) <= {"unreachable", "timeout"}
         rig.heal()
         await back(tier)
@@ -150,7 +152,7 @@ async def test_a_frozen_server_costs_one_deadline_then_nothing(rig: Rig) -> None
         lease, took = await timed(tier.get(key_of("k"), short()))
         assert lease is None and took < SHORT_S + SLACK_S
         assert not tier.stats().reachable and "timeout" in tier.stats().failures
-        await all_miss(tier, AT_ONCE_S)
+        await all_miss(tier, PATIENT_S, AT_ONCE_S)
         rig.heal()
         await back(tier)
         assert await get(tier, "k") == value_of("k", LARGE)
@@ -162,7 +164,7 @@ async def test_a_server_at_1_kb_s_is_a_miss_by_the_deadline(rig: Rig) -> None:
         await put(tier, "k", num_bytes=LARGE)
         rig.proxy.set("slow")
         for _ in range(3):
-            await all_miss(tier, SHORT_S + SLACK_S)
+            await all_miss(tier, SHORT_S, SHORT_S + SLACK_S)
         rig.heal()
         await back(tier)
         assert await tier.delete([key_of("k")], soon()) == 1

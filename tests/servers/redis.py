@@ -74,7 +74,16 @@ class Sentinel(ServerProcess):
 def cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
     """A cluster without replicas, all slots served."""
     with ExitStack() as stack:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-port")
+        # a master that has given all its slots away must not become a replica in the middle of a test
+        options = (
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            "2000",
+            "--cluster-allow-replica-migration",
+            "no",
+        )
+        options = (*options, "--cluster-port")
         buses = [str(free_port()) for _ in range(nodes)]
         servers = [stack.enter_context(RedisServer("valkey", *options, bus)) for bus in buses]
         share = -(-16384 // nodes)
