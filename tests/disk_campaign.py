@@ -23,6 +23,7 @@ from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.store.base import Outcome, Tier
 from pdxfer.store.open import open_tier
+from pdxfer.testing.tier_kit import on_pages
 
 MIB = 1 << 20
 _LARGEST = 4 * MIB
@@ -36,11 +37,13 @@ def campaign_key(number: int) -> bytes:
 
 
 def campaign_value(number: int, capacity: int) -> list[bytes | memoryview]:
-    """Parts of a value that belongs to this number; from a few bytes to a twelfth of the tier, mostly large."""
+    """Parts of a value that belongs to this number; from a few bytes to a twelfth of the tier, mostly large. Every
+    second is one part on whole pages of memory, as chunks of the dram tier are."""
     chance, largest = random.Random(number), min(capacity // 12, _LARGEST)
     size = chance.choice((chance.randrange(1, 5000), chance.randrange(1, largest), largest - chance.randrange(8192)))
     start = chance.randrange(0, len(_BASE) - size)
-    return [number.to_bytes(8, "little") * 8, memoryview(_BASE)[start : start + size]]
+    parts: list[bytes | memoryview] = [number.to_bytes(8, "little") * 8, memoryview(_BASE)[start : start + size]]
+    return [on_pages(b"".join(parts))] if number % 2 else parts
 
 
 @dataclass(slots=True)

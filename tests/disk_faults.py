@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pdxfer.store.disk_files import OsFiles
@@ -42,9 +42,9 @@ class FaultyFiles(OsFiles):
         self._maybe("read", self._paths[fd])
         return super().read(fd, view, offset)
 
-    def write(self, fd: int, view: memoryview, offset: int) -> int:
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         self._maybe("write", self._paths[fd])
-        return super().write(fd, view, offset)
+        return super().write(fd, views, offset)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
         self._maybe("allocate", self._paths[fd])
@@ -77,13 +77,13 @@ class DyingFiles(OsFiles):
         """Whether it has happened."""
         return self.changes >= self._last
 
-    def write(self, fd: int, view: memoryview, offset: int) -> int:
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         with self._lock:
             self.changes += 1
-            if self.changes == self._last and len(view) > 4096:
-                super().write(fd, view[: len(view) // 8192 * 4096 or 4096], offset)
+            if self.changes == self._last and (size := len(views[0])) > 4096:
+                super().write(fd, [views[0][: size // 8192 * 4096 or 4096]], offset)
             self._gone()
-            return super().write(fd, view, offset)
+            return super().write(fd, views, offset)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
         with self._lock:
@@ -113,10 +113,10 @@ class PowerFiles(OsFiles):
                 self._safe[path], self._volatile[path] = Path(path).read_bytes(), []
         return fd
 
-    def write(self, fd: int, view: memoryview, offset: int) -> int:
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         with self._lock:
-            self._volatile[self._paths[fd]].append((offset, bytes(view)))
-            return super().write(fd, view, offset)
+            self._volatile[self._paths[fd]].append((offset, b"".join(views)))
+            return super().write(fd, views, offset)
 
     def sync(self, fd: int) -> None:
         with self._lock:

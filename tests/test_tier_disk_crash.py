@@ -19,7 +19,7 @@ from pdxfer.store.disk_index import Record
 from pdxfer.store.disk_slab import Slab, _pieces
 from pdxfer.store.disk_table import slot_offset
 from pdxfer.testing.fake_clock import FakeClock
-from pdxfer.testing.tier_kit import MIB, Opened, Wanted, key_of, value_of
+from pdxfer.testing.tier_kit import MIB, Opened, Wanted, key_of, on_pages, value_of
 
 CAPACITY = 3 * MIB // 2
 NEVER = 1 << 30
@@ -36,7 +36,7 @@ def tier_at(where: Path, files: FileLayer, **options: str) -> DiskTier:
 
 
 async def use(t: Opened, num_steps: int, stop: Callable[[], bool]) -> set[int]:
-    """Puts, deletes and pins, the same in every run; names of values that are visible at the end."""
+    """Puts (copied, and from where the value lies), deletes, pins, the same in every run; names visible at the end."""
     chance = random.Random(3)
     names: set[int] = set()
     for step in range(num_steps):
@@ -46,6 +46,8 @@ async def use(t: Opened, num_steps: int, stop: Callable[[], bool]) -> set[int]:
                 await t.tier.delete([key_of(name)], t.soon)
             case 1:
                 await t.tier.pin([key_of(name)], 5.0, t.soon)
+            case 2 | 3 | 4:
+                await t.tier.put(key_of(name), [on_pages(value_of(name, size_of(name)))], t.soon)
             case _:
                 await t.put(key_of(name), value_of(name, size_of(name)))
         names.add(name)

@@ -21,7 +21,7 @@ from pdxfer.store.disk import DiskTier, home_of
 from pdxfer.store.disk_files import OsFiles
 from pdxfer.store.disk_slab import GROW_AGAIN_S
 from pdxfer.testing.fake_clock import FakeClock
-from pdxfer.testing.tier_kit import MIB, Opened, Wanted, key_of, until, value_of
+from pdxfer.testing.tier_kit import MIB, Opened, Wanted, key_of, on_pages, until, value_of
 
 SIZE = 200_000
 
@@ -198,6 +198,51 @@ async def test_a_hung_disk_costs_no_call_more_than_its_deadline(tmp_path: Path) 
         assert await put(t, "b") is Outcome.STORED
     async with opened(f"file://{tmp_path}/kv", OsFiles()) as t:
         assert await t.holds("a", "b", "c") == [True, True, False]
+
+
+async def test_memory_that_is_used_again_after_a_late_put_is_never_a_value(tmp_path: Path) -> None:
+    """The thread that hangs may still write from it."""
+    files = FaultyFiles()
+    async with opened(f"file://{tmp_path}/kv", files) as t:
+        await t.stored("a", num_bytes=SIZE)
+        files.hanging = True
+        value = on_pages(value_of("b", SIZE))
+        assert await t.tier.put(key_of("b"), [value], t.clock.now() + 0.02) is Outcome.LATE
+        value[:] = bytes(SIZE)
+        files.hanging = False
+        files.hang.set()
+        await until(lambda: t.tier.stats().used_bytes < 2 * SIZE, "the place of the late value to come back")
+        assert await t.holds("a", "b") == [True, False]
+    async with opened(f"file://{tmp_path}/kv", OsFiles()) as t:
+        assert await t.holds("a", "b") == [True, False]
+        assert not t.tier.stats().failures
+
+
+async def test_cancelled_calls_give_everything_back(tmp_path: Path) -> None:
+    """At any moment: what was cancelled is stored and readable, or not there; no buffer, place or key stays."""
+    async with opened(f"file://{tmp_path}/kv", OsFiles()) as t:
+        await t.stored("a", num_bytes=SIZE)
+        for turns in range(60):
+            name = f"v{turns}"
+            calls = [
+                asyncio.ensure_future(t.tier.put(key_of(name), [on_pages(value_of(name, SIZE))], t.soon)),
+                asyncio.ensure_future(t.tier.get(key_of("a"), t.soon)),
+            ]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            if not isinstance(ended[1], BaseException):
+                assert ended[1] is not None
+                ended[1].release()
+            await until(lambda: not t.tier._parts[0]._pool.lent_bytes, "buffers to come back")  # type: ignore[attr-defined]
+            assert await t.get(key_of(name)) in (None, value_of(name, SIZE))
+            if isinstance(ended[0], asyncio.CancelledError):
+                assert await put(t, name) in (Outcome.STORED, Outcome.ALREADY)
+            assert await t.get(key_of(name)) == value_of(name, SIZE)
+            await t.tier.delete([key_of(name)], t.soon)
+        assert not t.tier.stats().failures
 
 
 async def test_gets_beyond_the_buffers_wait_and_are_misses_at_their_deadline(tmp_path: Path) -> None:

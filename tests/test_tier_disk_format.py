@@ -1,8 +1,10 @@
 """The disk tier's files: golden bytes of the table, versions, foreign files, other capacities, options."""
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 from disk_faults import FaultyFiles
@@ -15,7 +17,7 @@ from pdxfer.store.disk_index import FOREVER, Record, kept_tenant
 from pdxfer.store.disk_table import HEADER_BYTES, pack_entry, pack_header, unpack_entry
 from pdxfer.store.open import open_tier
 from pdxfer.testing.fake_clock import FakeClock
-from pdxfer.testing.tier_kit import MIB, Opened, Wanted, key_of, value_of
+from pdxfer.testing.tier_kit import MIB, Opened, Wanted, key_of, on_pages, value_of
 
 SIZE = 200_000
 
@@ -203,6 +205,49 @@ async def test_without_o_direct_it_is_buffered(tmp_path: Path, at_open: bool) ->
     await t.stored("a", num_bytes=SIZE)
     assert await t.get(key_of("a")) == value_of("a", SIZE)
     assert "buffered" in repr(t.tier)
+    await t.tier.close()
+
+
+class Looking(OsFiles):
+    """Remembers what was written into the slab, and from which memory."""
+
+    def __init__(self) -> None:
+        self.slab = -1
+        self.written: list[tuple[bytes, list[memoryview]]] = []
+
+    def open(self, path: str, flags: int) -> int:
+        fd = super().open(path, flags)
+        if path.endswith("slab"):
+            self.slab = fd
+        return fd
+
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if fd == self.slab:
+            self.written.append((b"".join(views), list(views)))
+        return super().write(fd, views, offset)
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3 * 4096, 200_000])
+@pytest.mark.parametrize("scattered", [False, True])
+async def test_a_value_on_whole_pages_is_written_from_there(tmp_path: Path, size: int, scattered: bool) -> None:
+    """One write an extent, and no copy, but of the rest of the last page; what is behind it in the slab is zeros."""
+    files = Looking()
+    t = await tier_on(tmp_path / "kv", MIB, files)
+    if scattered:  # in runs of 8 blocks, two of them neighbours
+        names = []
+        while not t.tier.stats().evictions:
+            names.append(len(names))
+            await t.stored(names[-1], num_bytes=8 * 4096)
+        await t.tier.delete([key_of(name) for name in names[1::2]], t.soon)
+    files.written.clear()
+    value = on_pages(value_of("a", size))
+    assert await t.tier.put(key_of("a"), [value], t.soon) is Outcome.STORED
+    assert await t.get(key_of("a")) == value_of("a", size)
+    assert b"".join(data for data, _ in files.written) == value_of("a", size).ljust(-(-size // 4096) * 4096, b"\0")
+    views = [view for _, views in files.written for view in views]
+    copied = [view for view in views if not np.shares_memory(np.asarray(view), np.asarray(value))]
+    assert sum(len(view) for view in copied) == (4096 if size % 4096 else 0)
+    assert (len(files.written) > 1) is (scattered and size > 20 * 4096)
     await t.tier.close()
 
 

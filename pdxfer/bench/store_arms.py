@@ -170,7 +170,7 @@ class TierArm(LoopArm):
         self._tier = tier
         coder = Transcoder(IDENTITY)
         self.frames = [
-            memoryview(coder.raw_frame(NewChunk(key=key, num_tokens=1, parts=(chunk,))))
+            coder.raw_frame(NewChunk(key=key, num_tokens=1, parts=(chunk,)))
             for key, chunk in zip(self.keys, self.chunks, strict=True)
         ]
 

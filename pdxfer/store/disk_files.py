@@ -14,7 +14,8 @@ import xxhash
 
 ALIGNMENT = 4096
 """Of offsets, lengths and addresses under O_DIRECT: the largest logical block size of disks in use."""
-_STAGE_BYTES = 1 << 18
+_STAGE_BYTES = 1 << 19
+NOTHING = memoryview(b"")
 
 _REASONS = {
     errno.ENOSPC: "no_space",
@@ -53,8 +54,8 @@ class FileLayer(Protocol):
         """One preadv."""
         ...
 
-    def write(self, fd: int, view: memoryview, offset: int) -> int:
-        """One pwrite."""
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """One pwritev."""
         ...
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
@@ -89,8 +90,8 @@ class OsFiles:
     def read(self, fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view], offset)
 
-    def write(self, fd: int, view: memoryview, offset: int) -> int:
-        return os.pwrite(fd, view, offset)
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, views, offset)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
         os.posix_fallocate(fd, offset, length)
@@ -118,11 +119,12 @@ def read_all(files: FileLayer, fd: int, view: memoryview, offset: int) -> None:
         done += count
 
 
-def write_all(files: FileLayer, fd: int, view: memoryview, offset: int) -> None:
-    """Write all of `view`."""
-    done = 0
-    while done < len(view):
-        count = files.write(fd, view[done:], offset + done)
+def write_all(files: FileLayer, fd: int, view: memoryview, offset: int, tail: memoryview = NOTHING) -> None:
+    """Write all of `view`, and `tail` behind it."""
+    done, size = 0, len(view) + len(tail)
+    while done < size:
+        left = (view[done:], tail) if done < len(view) else (tail[done - len(view) :],)
+        count = files.write(fd, [part for part in left if part], offset + done)
         if count == 0:
             raise OSError(errno.ENOSPC, f"nothing more could be written at {offset + done}")
         done += count
@@ -154,6 +156,13 @@ def open_slab(files: FileLayer, path: str, direct: bool, scratch: memoryview) ->
 def digest(view: memoryview) -> int:
     """xxh3-64 of a value; frees the GIL."""
     return xxhash.xxh3_64_intdigest(view)
+
+
+def in_place(parts: Sequence[memoryview]) -> memoryview | None:
+    """The value itself if it lies in memory as O_DIRECT wants it, as chunks of the dram tier do; None: to be staged."""
+    if len(parts) != 1 or np.frombuffer(parts[0], dtype=np.uint8).ctypes.data % ALIGNMENT:
+        return None
+    return parts[0]
 
 
 def stage(block: memoryview, parts: Sequence[memoryview], num_bytes: int) -> int:

@@ -169,34 +169,36 @@ class LocalTier:
             buffer.give_back()
             self._unread(record)
             return None
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[bool | None] = loop.create_future()
         job = shelf.jobs.submit(self._medium.read, record, buffer.block)
         job.add_done_callback(partial(self._was_read, record, buffer, done))
+        timer = loop.call_later(deadline - self._clock.now(), self._too_late, done)
         try:
-            in_time = await all_within((done,), deadline - self._clock.now())
+            right = await done
         except asyncio.CancelledError:
-            self._give_up(done, buffer)
+            if not done.cancelled() and done.result():
+                buffer.give_back()
             raise
-        if not in_time:
-            shelf.counters.failed("late")
-            self._give_up(done, buffer)
-            return None
-        return BufferLease(buffer, shelf.counters) if done.result() else None
+        finally:
+            timer.cancel()
+        return BufferLease(buffer, shelf.counters) if right else None
 
-    def _give_up(self, done: "asyncio.Future[bool]", buffer: PooledBuffer) -> None:
-        """Nobody takes the buffer any more: back at once if the thread has ended, else when it does."""
-        if not done.cancel():
-            buffer.give_back()
+    def _too_late(self, done: "asyncio.Future[bool | None]") -> None:
+        """The deadline, and the thread has not ended: it keeps the buffer until it does."""
+        if not done.done():
+            self._shelf.counters.failed("late")
+            done.set_result(None)
 
     def _was_read(
-        self, record: Record, buffer: PooledBuffer, done: "asyncio.Future[bool]", job: "asyncio.Future[None]"
+        self, record: Record, buffer: PooledBuffer, done: "asyncio.Future[bool | None]", job: "asyncio.Future[None]"
     ) -> None:
-        """The thread has ended."""
+        """The thread has ended. The buffer is the caller's if the bytes are right and it still waits."""
         right = self._judge(record, job)
         self._unread(record)
-        if done.cancelled() or not right:
+        if done.done() or not right:
             buffer.give_back()
-        if not done.cancelled():
+        if not done.done():
             done.set_result(right)
 
     def _judge(self, record: Record, job: "asyncio.Future[None]") -> bool:

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from pdxfer.store.disk_files import FileLayer, digest, read_all, stage, write_all
+from pdxfer.store.disk_files import NOTHING, FileLayer, digest, in_place, read_all, stage, write_all
 from pdxfer.store.disk_index import Record
 from pdxfer.store.disk_medium import DamagedError
 from pdxfer.store.disk_place import SlabFiles, SlabPlan
@@ -170,11 +170,19 @@ class Slab:
             self._erase_queued()
 
     def write(self, record: Record, block: memoryview, parts: Sequence[memoryview]) -> None:
-        """Erasures, payload, entry; one copy if there are parts. With `durable` synced before the entry, and after."""
+        """Erasures, payload, entry. No copy of a single part that lies on whole pages (but of the rest of its last
+        one); else one if there are parts. With `durable` synced before the entry, and after."""
         self.flush()
-        record.digest = stage(block, parts, record.num_bytes)
-        for offset, piece in _pieces(record, block):
-            write_all(self._files, self._at.slab, piece, offset)
+        value = in_place(parts)
+        if value is None:
+            record.digest = stage(block, parts, record.num_bytes)
+            self._write_payload(record, block[: blocks_of(record.num_bytes) * BLOCK_BYTES], NOTHING)
+        else:
+            whole = len(value) // BLOCK_BYTES * BLOCK_BYTES
+            rest = block[: blocks_of(len(value)) * BLOCK_BYTES - whole]
+            stage(rest, [value[whole:]], len(value) - whole)
+            record.digest = digest(value)
+            self._write_payload(record, value[:whole], rest)
         if self._durable:
             self._sync_slab.sync()
         self._write_entry(record)
@@ -208,6 +216,14 @@ class Slab:
             raw = memoryview(bytearray(min(_LOAD_SLOTS, num_slots - first) * ENTRY_BYTES))
             read_all(self._files, self._at.table, raw, slot_offset(first))
             yield from unpack_entries(raw, first)
+
+    def _write_payload(self, record: Record, body: memoryview, rest: memoryview) -> None:
+        """Whole blocks: those of `body`, then that of `rest`, which is none or one."""
+        at = 0
+        for start, count in record.extents:
+            piece = body[at : at + count * BLOCK_BYTES]
+            at += count * BLOCK_BYTES
+            write_all(self._files, self._at.slab, piece, start * BLOCK_BYTES, rest if at > len(body) else NOTHING)
 
     def _write_entry(self, record: Record) -> None:
         with self._table_lock:

@@ -139,19 +139,25 @@ class Writer:
             buffer.give_back()
             self._end(record)
             return Outcome.FAILED if gone else Outcome.LATE
-        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Outcome] = loop.create_future()
         job = self._shelf.jobs.submit(self._shelf.medium.write, record, buffer.block, parts)
         job.add_done_callback(partial(self._written, record, buffer, done))
+        timer = loop.call_later(self._left(deadline), self._too_late, record, done)
         try:
-            in_time = await all_within((done,), self._left(deadline))
+            return await done
         except asyncio.CancelledError:
-            record.dead = not done.done()
+            record.dead = record.dead or done.cancelled()
             raise
-        if not in_time:
+        finally:
+            timer.cancel()
+
+    def _too_late(self, record: Record, done: "asyncio.Future[Outcome]") -> None:
+        """The deadline, and the thread has not ended."""
+        if not done.done():
             record.dead = True
             self._shelf.counters.failed("late")
-            return Outcome.LATE
-        return done.result()
+            done.set_result(Outcome.LATE)
 
     def _written(
         self, record: Record, buffer: PooledBuffer, done: "asyncio.Future[Outcome]", job: "asyncio.Future[None]"
@@ -161,12 +167,14 @@ class Writer:
         shelf, outcome = self._shelf, Outcome.STORED
         if shelf.failed(job) or record.epoch != shelf.epoch:
             outcome = Outcome.FAILED
-        elif record.dead:
+        elif record.dead or done.cancelled():
             outcome = Outcome.LATE
         else:
             shelf.index.add(record)
         self._end(record, written=True, stored=outcome is Outcome.STORED)
-        done.set_result(shelf.counters.put_ended(outcome))
+        shelf.counters.put_ended(outcome)
+        if not done.done():
+            done.set_result(outcome)
 
     def _end(self, record: Record, *, written: bool = False, stored: bool = False) -> None:
         """This writer is through with the key. What did not become visible gives its place back."""

@@ -6,6 +6,7 @@ and tiers that ask for such a codec keep raw frames.
 """
 
 import logging
+import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 RAW = "raw"
 OPAQUE = "opaque"
+_STEP_BYTES = 1 << 19
+"""Copied, then digested out of the cache: 1.0 (2 MiB) to 1.1 (8 MiB) times the rate of two passes."""
 
 
 class ChunkForm(Protocol):
@@ -74,10 +77,10 @@ class Transcoder:
         )
         view[:HEADER_BYTES] = seal(header)
 
-    def raw_frame(self, chunk: NewChunk) -> bytearray:
-        """The chunk's raw frame in memory of its own."""
-        frame = bytearray(self.raw_frame_bytes(chunk))
-        self.fill_raw(memoryview(frame), chunk)
+    def raw_frame(self, chunk: NewChunk) -> memoryview:
+        """The chunk's raw frame in memory of its own, on whole pages: the disk tier writes it from there."""
+        frame = memoryview(mmap.mmap(-1, self.raw_frame_bytes(chunk)))
+        self.fill_raw(frame, chunk)
         return frame
 
     def usable(self, codec: str, level: int) -> bool:
@@ -149,11 +152,16 @@ class Transcoder:
 
 
 def _copy_digested(view: memoryview, parts: Sequence[Buffer]) -> int:
-    """Concatenate `parts` into `view`; xxh3_64 of what is now there. Releases the GIL in both."""
-    target, at = np.frombuffer(view, dtype=np.uint8), 0
+    """Concatenate `parts` into `view`; xxh3_64 of what is now there, step by step while it is in the cache. Releases
+    the GIL in both."""
+    target, at, state = np.frombuffer(view, dtype=np.uint8), 0, xxhash.xxh3_64()
     for part in parts:
         source = np.frombuffer(part, dtype=np.uint8)
-        np.copyto(target[at : at + source.nbytes], source)  # a copy between memoryviews would hold the GIL
-        at += source.nbytes
+        for begin in range(0, source.nbytes, _STEP_BYTES):
+            piece = source[begin : begin + _STEP_BYTES]
+            copied = target[at : at + piece.nbytes]
+            np.copyto(copied, piece)  # a copy between memoryviews would hold the GIL
+            state.update(copied.data)
+            at += piece.nbytes
     assert at == len(view), (at, len(view))
-    return xxhash.xxh3_64_intdigest(view)
+    return state.intdigest()

@@ -119,7 +119,7 @@ class Writer:
                 if slot is self.front:
                     outcome = await self._into_front(slot, chunk, deadline, tenant)
                 else:
-                    frame = frame or memoryview(await self._workers.run(self._coder.raw_frame, chunk))
+                    frame = frame or await self._workers.run(self._coder.raw_frame, chunk)
                     outcome = await self.put_frame(slot, chunk.key, frame, deadline, tenant)
                 said[slot.name] = outcome
                 if outcome is Outcome.STORED:
@@ -181,7 +181,7 @@ class Writer:
         def release() -> None:
             self._staged_bytes -= size
 
-        source = SharedView(memoryview(frame), len(takers), release)
+        source = SharedView(frame, len(takers), release)
         offered = [
             self.lanes[slot.name].offer(Copy(key=chunk.key, tenant=tenant, source=source, why="stored"))
             for slot in takers

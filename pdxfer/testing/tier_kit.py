@@ -5,6 +5,7 @@
 
 import asyncio
 import hashlib
+import mmap
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,13 @@ def value_of(name: object, num_bytes: int) -> bytes:
     """Bytes that belong to a name: neither compressible nor equal to another's."""
     seed = int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:8], "little")
     return np.random.Generator(np.random.SFC64(seed)).bytes(num_bytes)
+
+
+def on_pages(value: bytes) -> memoryview:
+    """The value where chunks of the dram tier lie: from the start of a page of memory."""
+    place = memoryview(mmap.mmap(-1, len(value)))
+    place[:] = value
+    return place
 
 
 async def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
