@@ -119,7 +119,8 @@ class Writer:
                 if slot is self.front:
                     outcome = await self._into_front(slot, chunk, deadline, tenant)
                 else:
-                    frame = frame or await self._workers.run(self._coder.raw_frame, chunk)
+                    if frame is None:
+                        frame = await self._workers.run(self._coder.raw_frame, chunk)
                     outcome = await self.put_frame(slot, chunk.key, frame, deadline, tenant)
                 said[slot.name] = outcome
                 if outcome is Outcome.STORED:
