@@ -64,6 +64,13 @@ def test_faults_that_end_no_engine_may_come_more_often() -> None:
     assert counts.pop((Kind.kill, "p0")) == counts.pop((Kind.restart, "p0")) == 1 and set(counts.values()) == {3}
 
 
+def test_only_the_faults_asked_for() -> None:
+    plan = [*plan_faults(["router", "d0", "link"], 9, 7, only=("kill -9 d0", "SIGSTOP", "link"))]
+    kinds = {str(fault) for fault in plan}
+    assert kinds >= {"kill -9 d0", "SIGSTOP d0", "SIGSTOP router", "cut link"} and "kill -9 router" not in kinds
+    assert [*plan_faults(["router"], 9, 7, only=("link",))] == []
+
+
 def test_prompts_differ_and_are_the_same_for_a_seed() -> None:
     pool = questions(3, 5000)
     assert len({question.prompt for question in pool}) == len(pool) and pool == questions(3, 5000)
@@ -99,7 +106,7 @@ async def test_without_another_decode_engine_every_failure_is_explained() -> Non
     ("one", "kind", "expected"),
     [
         (got(" a", failure="reset", is_told=False), Kind.kill, Verdict.failed),
-        (got(failure="connection refused", is_told=False, began=1), Kind.restart, Verdict.failed),
+        (got(failure="disconnected", is_told=False, began=1), Kind.restart, Verdict.failed),
         (got(failure="503 busy", began=1), Kind.kill, Verdict.failed),
         (got(" a", failure="reset", is_told=False), Kind.restart, Verdict.unexplained),
         (got(" a", failure="500 internal"), Kind.kill, Verdict.unexplained),

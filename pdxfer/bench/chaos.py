@@ -38,6 +38,8 @@ class Pace:
 
     rate: float
     """Requests per second."""
+    num_prompts: int
+    """Different ones."""
     max_chars: int
     """Of a prompt."""
     deadline_s: float
@@ -63,12 +65,12 @@ _LINK_RATE = "10gbit"
 _NUM_SALTS = 2
 _PACES = {
     "fake": Pace(
-        rate=5.0, max_chars=10_000, deadline_s=35.0, start_s=60.0, recover_s=90.0, num_at_once=8,
+        rate=5.0, num_prompts=24, max_chars=10_000, deadline_s=35.0, start_s=60.0, recover_s=90.0, num_at_once=8,
         leave_s=1.5, disk_mib=16, num_light=1,
         sets=("model.path=fake", "router.min_remote_tokens=16"),
     ),
     "vllm": Pace(
-        rate=0.5, max_chars=5_000, deadline_s=125.0, start_s=400.0, recover_s=400.0, num_at_once=1,
+        rate=0.5, num_prompts=12, max_chars=5_000, deadline_s=125.0, start_s=400.0, recover_s=400.0, num_at_once=1,
         leave_s=8.0, disk_mib=256, num_light=3,
         sets=("model.dtype=float32", "router.min_remote_tokens=16"),
     ),
@@ -91,6 +93,10 @@ class Options:
     """Two sides, a link between them that is cut and throttled."""
     has_store: bool
     """Store process and disk tier, which are hurt too."""
+    only: tuple[str, ...]
+    """Texts; faults with none of them in their name are left out."""
+    time_s: float
+    """No fault begins later than this after the first, and no request is sent."""
     aborted: float
     """Part of the requests whose client leaves before the end."""
     sets: tuple[str, ...]
@@ -134,6 +140,8 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--link", action="store_true", help="two network namespaces; cut and throttle the link (root)")
     parser.add_argument("--store", action="store_true", help="store process and disk tier; hurt and fill them (root)")
     parser.add_argument("--aborted", type=float, default=0.0, help="part of the clients that leave early (0 to 1)")
+    parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="as 'kill -9 d1', SIGSTOP, link")
+    parser.add_argument("--time", type=float, default=float("inf"), help="seconds after which no fault begins")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="setting of pdxfer")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, default=Path("bench/out"), help="where chaos.json and chaos.log go")
@@ -145,7 +153,8 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         engine=args.engine, num_faults=args.faults, min_requests=args.requests, seed=args.seed,
         rate=args.rate or _PACES[args.engine].rate, num_prefill=args.prefill, num_decode=args.decode,
-        has_link=args.link, has_store=args.store, aborted=args.aborted, sets=tuple(args.set), as_json=args.json,
+        has_link=args.link, has_store=args.store, aborted=args.aborted, only=tuple(args.only),
+        time_s=args.time, sets=tuple(args.set), as_json=args.json,
         out=args.out,
     )  # fmt: skip
 
@@ -188,7 +197,7 @@ class Chaos:
     ) -> None:  # fmt: skip
         self._options, self._pace = options, _PACES[options.engine]
         self._cluster, self._session, self._link, self._disk = cluster, session, link, disk
-        self._pool = questions(options.seed, self._pace.max_chars)
+        self._pool = questions(options.seed, self._pace.max_chars, self._pace.num_prompts)
         self._watch = Watch(cluster, session)
         self._random = random.Random(options.seed)
 
@@ -200,12 +209,16 @@ class Chaos:
             print(f"one request put {crossed:,} bytes on the link", file=sys.stderr)
         load = Load(self._send, self._pool, self._options.rate)
         options, happened = self._options, []
+        loop = asyncio.get_running_loop()
+        end = loop.time() + options.time_s
         targets, num_light = self._cluster.plan.targets, self._pace.num_light
         try:
-            for fault in plan_faults(targets, options.num_faults, options.seed, num_light):
+            for fault in plan_faults(targets, options.num_faults, options.seed, num_light, options.only):
+                if loop.time() >= end:
+                    break
                 happened.append(await self._break(fault))
                 self._say(len(happened), happened[-1])
-            await load.until_sent(options.min_requests)
+            await load.until_sent(options.min_requests, end)
             requests = await load.stop()
         finally:
             load.abort()

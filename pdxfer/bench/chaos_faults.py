@@ -97,17 +97,23 @@ class Happened:
         return began <= self.whole and self.began <= ended
 
 
-def plan_faults(targets: Sequence[str], count: int, seed: int, num_light: int = 1) -> Iterator[Fault]:
+def plan_faults(
+    targets: Sequence[str], count: int, seed: int, num_light: int = 1, only: Sequence[str] = ()
+) -> Iterator[Fault]:
     """`count` faults. Every kind meets every target before any pair comes again; those that end no engine come
-    `num_light` times meanwhile."""
+    `num_light` times meanwhile. `only`: nothing but faults that have one of these texts in their name. Nothing at all
+    if none has."""
     source = random.Random(seed)
     deck: list[tuple[Kind, str]] = []
     for _ in range(count):
         if not deck:
             deck = [(kind, target) for target in targets for kind in kinds_of(target)]
+            deck = [pair for pair in deck if not only or any(text in " ".join(pair) for text in only)]
             light = [(k, t) for k, t in deck if not Fault(kind=k, target=t, gap_s=0).ends_engine]
             deck += light * (num_light - 1)
             source.shuffle(deck)
+            if not deck:
+                return
         kind, target = deck.pop()
         pause_s = 0.0 if kind in (Kind.kill, Kind.restart) else source.uniform(*PAUSE_S)
         yield Fault(kind=kind, target=target, gap_s=source.uniform(*GAP_S), pause_s=pause_s)

@@ -15,8 +15,8 @@ import aiohttp
 from pdxfer.bench.chaos_plan import SERVED_NAME
 from pdxfer.bench.texts import excerpt
 
-NUM_PROMPTS = 24
 _MIN_CHARS = 200
+_REFUSED_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,13 @@ class Got:
         return "".join(self.pieces)
 
 
-def questions(seed: int, max_chars: int) -> list[Question]:
+def questions(seed: int, max_chars: int, count: int = 24) -> list[Question]:
     """The pool: short and long prompts, all different."""
     source = random.Random(seed)
     found = []
-    for number in range(NUM_PROMPTS):
+    for number in range(count):
         num_chars = int(_MIN_CHARS * (max_chars / _MIN_CHARS) ** source.random())
-        text = excerpt(num_chars, salt=seed * NUM_PROMPTS + number)
+        text = excerpt(num_chars, salt=seed * count + number)
         found.append(Question(prompt=f"{number}. {text}", num_tokens=source.randint(8, 48)))
     return found
 
@@ -75,14 +75,14 @@ async def ask(
     session: aiohttp.ClientSession, url: str, question: Question, deadline_s: float, *, is_stream: bool,
     leave_s: float | None = None, **more: object,
 ) -> Got:  # fmt: skip
-    """Send one completion and note all that happens; with `leave_s` hang up after so long. Raises nothing but
-    CancelledError."""
+    """Send one completion and note all that happens; with `leave_s` hang up after so long. Where nobody listens it
+    tries again, as clients do. Raises nothing but CancelledError."""
     loop = asyncio.get_running_loop()
     got = Got(question=question, is_stream=is_stream, began=loop.time())
     try:
         async with (
             asyncio.timeout(deadline_s if leave_s is None else leave_s),
-            session.post(f"{url}/v1/completions", json=question.body(stream=is_stream, **more)) as response,
+            await _post(session, f"{url}/v1/completions", question.body(stream=is_stream, **more)) as response,
         ):
             if response.status != 200:
                 _failed(got, response.status, await response.read())
@@ -99,6 +99,15 @@ async def ask(
         got.failure = f"{type(error).__name__}: {error}"
     got.ended = loop.time()
     return got
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> aiohttp.ClientResponse:
+    """Until somebody accepts the connection."""
+    while True:
+        try:
+            return await session.post(url, json=body)
+        except aiohttp.ClientConnectorError:
+            await asyncio.sleep(_REFUSED_S)
 
 
 async def _read_stream(got: Got, response: aiohttp.ClientResponse) -> None:
@@ -143,9 +152,9 @@ class Load:
     def num_sent(self) -> int:
         return len(self._tasks)
 
-    async def until_sent(self, count: int) -> None:
-        """Go on until so many were sent."""
-        while self.num_sent < count:
+    async def until_sent(self, count: int, end: float = float("inf")) -> None:
+        """Go on until so many were sent, or until `end` of the event loop's clock."""
+        while self.num_sent < count and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(1.0 / self._rate)
 
     async def stop(self) -> list[Got]:
