@@ -1,22 +1,26 @@
 """The chaos bench: its plan, its judge on made-up answers, and a small run on fake engines."""
 
+import asyncio
 import json
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from pdxfer.bench import chaos
 from pdxfer.bench.chaos_faults import Fault, Happened, Kind, kinds_of, plan_faults
 from pdxfer.bench.chaos_judge import Judge, Reference, Verdict
 from pdxfer.bench.chaos_link import check_passed
-from pdxfer.bench.chaos_load import Got, Question, questions
-from pdxfer.bench.chaos_plan import Plan
+from pdxfer.bench.chaos_load import Got, Question, ask, questions
+from pdxfer.bench.chaos_plan import SERVED_NAME, Plan
 from pdxfer.bench.chaos_rows import rows, summary
 from pdxfer.bench.ttft_errors import BenchError
 from pdxfer.bench.ttft_link import LinkPlan, require_namespaces
+from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 
 QUESTION = Question(prompt="p", num_tokens=3)
 SUMMARY = [
@@ -74,6 +78,19 @@ def test_only_the_faults_asked_for() -> None:
 def test_prompts_differ_and_are_the_same_for_a_seed() -> None:
     pool = questions(3, 5000)
     assert len({question.prompt for question in pool}) == len(pool) and pool == questions(3, 5000)
+
+
+async def test_a_client_tries_again_where_nobody_listens() -> None:
+    """Until its deadline, or until it leaves."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    async with aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{port}"
+        left = await ask(session, url, QUESTION, 30.0, is_stream=True, leave_s=0.01)
+        assert left.has_left and not left.is_hung
+        waiting = asyncio.create_task(ask(session, url, QUESTION, 30.0, is_stream=True))
+        async with FakeEngine(FakeEngineSettings(port=port, served_names=(SERVED_NAME,))):
+            assert not (await waiting).failure
 
 
 @pytest.mark.parametrize(
