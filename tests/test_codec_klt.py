@@ -32,10 +32,12 @@ def waves(dim: int = DIM) -> npt.NDArray[np.float64]:
     return 10000.0 ** (-np.arange(0, dim, 2) / dim)
 
 
-def learnt(tokens: int = 400, layers: int = LAYERS, heads: int = HEADS, dim: int = DIM, rope: bool = True) -> TableFile:
+def learnt(
+    tokens: int = 400, layers: int = LAYERS, heads: int = HEADS, dim: int = DIM, rope: bool = True, num_ranks: int = 1
+) -> TableFile:
     """Tables from synthetic KV and gradients."""
     spec = ChunkSpec(dtype="float32", shape=(layers, 2, heads, tokens, dim), first_token=4)
-    moments = Moments((layers, 2, heads, dim), waves(dim) if rope else np.zeros(0))
+    moments = Moments((layers, 2, heads, dim), waves(dim) if rope else np.zeros(0), num_ranks)
     moments.add_values(to_float(kv_like(spec, 1), "float32").reshape(spec.shape), 4)
     moments.add_gradients(to_float(kv_like(spec, 2), "float32").reshape(spec.shape), 4, 100)
     found = moments.result()

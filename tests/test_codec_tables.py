@@ -4,8 +4,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_codec_klt import coded, learnt
 
+from pdxfer.codec.base import ChunkSpec
+from pdxfer.codec.cachegen import CacheGenCodec
+from pdxfer.codec.cachegen_tables import Histograms
+from pdxfer.codec.calibrate import groups_of
+from pdxfer.codec.klt import KltCodec
+from pdxfer.codec.rank_tables import RankTables, heads_of_rank, of_rank
 from pdxfer.codec.tables import MemoryTables, TableFile, TableFolder, TablesError
+from pdxfer.codec.values import from_float, to_float
+from pdxfer.core.errors import ConfigError
+from pdxfer.testing.codec_suite import kv_like
 
 
 def some(level: int | None = None, value: int = 1) -> TableFile:
@@ -86,3 +96,64 @@ def test_tables_in_memory_answer_alike() -> None:
     assert tables.current("klt", 1) == first.to_bytes() and tables.current("klt", 3) == own.to_bytes()
     assert tables.find(own.digest) == own.to_bytes() and tables.find(bytes(16)) is None
     assert tables.current("cachegen", 1) is None
+
+
+def test_heads_are_dealt_as_vllm_deals_them() -> None:
+    """Equal shares, or with more ranks than heads a head on several."""
+    assert [heads_of_rank(8, rank, 4) for rank in range(4)] == [range(i, i + 2) for i in (0, 2, 4, 6)]
+    assert [heads_of_rank(2, rank, 4).start for rank in range(4)] == [0, 0, 1, 1]
+    with pytest.raises(TablesError, match="3 KV heads cannot be dealt to 2 ranks"):
+        heads_of_rank(3, 0, 2)
+    assert groups_of(8, 64) == 2 and groups_of(8, 64, 4) == 4 and groups_of(2, 64, 8) == 2
+    with pytest.raises(ConfigError, match="neither divides the other"):
+        groups_of(3, 64, 2)
+
+
+def test_ranks_give_the_values_of_the_whole_model(tmp_path: Path) -> None:
+    """klt with tables cut for each of two ranks: every rank's heads come back as those of the unparallel engine do."""
+    folder = TableFolder(tmp_path, "model-1")
+    folder.put(learnt(heads=4, num_ranks=2))
+    spec = ChunkSpec(dtype="bfloat16", shape=(2, 2, 4, 70, 32), first_token=2)
+    values = kv_like(spec)
+    _, expected = coded(KltCodec(0, folder), values, spec)
+    whole, back = (a.view(np.uint16).reshape(spec.shape) for a in (values, expected))
+    for rank in range(2):
+        tables, heads = of_rank(folder, rank, 2), slice(2 * rank, 2 * rank + 2)
+        part = ChunkSpec(dtype="bfloat16", shape=(2, 2, 2, 70, 32), first_token=2)
+        mine = np.ascontiguousarray(whole[:, :, heads]).reshape(-1).view(np.uint8)
+        fresh = KltCodec(0, RankTables(folder, rank, 2))  # another process finds them by the frame's digest
+        fresh._model = None
+        encoded = KltCodec(0, tables).encode(mine, part)
+        assert encoded.tables != bytes(16) and encoded.tables != folder.files()[0].read_bytes()[-16:]
+        _, out = coded(KltCodec(0, tables), mine, part, fresh)
+        assert np.array_equal(out.view(np.uint16).reshape(part.shape), back[:, :, heads])
+
+
+def test_tables_that_cannot_be_cut_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A transform over heads of two ranks: no tables, and a warning that says how to make some."""
+    folder = TableFolder(tmp_path, "model-1")
+    folder.put(learnt(heads=4))
+    assert of_rank(folder, 0, 1) is folder
+    tables = RankTables(folder, 1, 2)
+    assert tables.current("klt", 0) is None and tables.find(bytes(16)) is None
+    assert "calibrate with --tensor-parallel 2" in caplog.text
+    folder.put(some())
+    assert RankTables(folder, 1, 3).current("klt", 0) is None and "damaged" in caplog.text
+
+
+def test_cachegen_tables_are_cut_by_channel(tmp_path: Path) -> None:
+    """Each rank's are its own heads': they code those in no more bytes than another rank's do."""
+    spec = ChunkSpec(dtype="bfloat16", shape=(2, 2, 3, 256, 16), first_token=256)
+    values = to_float(kv_like(spec, 1), "bfloat16").reshape(spec.shape) * np.array([0.5, 1, 2])[:, None, None]
+    histograms = Histograms((2, 2, 3, 16))
+    histograms.add(values.astype(np.float32))
+    folder = TableFolder(tmp_path, "model-1")
+    for made in histograms.tables({}):
+        folder.put(made)
+    part = ChunkSpec(dtype="bfloat16", shape=(2, 2, 1, 256, 16), first_token=256)
+    for rank in range(3):
+        tables, mine = RankTables(folder, rank, 3), from_float(values[:, :, rank : rank + 1], "bfloat16")
+        found = CacheGenCodec(0, tables).encode(mine, part)
+        other = CacheGenCodec(0, RankTables(folder, (rank + 1) % 3, 3)).encode(mine, part)
+        assert RankTables(folder, rank, 3).find(found.tables) is not None
+        assert len(found.payload) < len(other.payload)

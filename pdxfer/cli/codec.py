@@ -69,6 +69,7 @@ def calibrate(
     model: ModelDir,
     text: Annotated[list[Path], typer.Option("--text", help="UTF-8 file like what will be served; give several.")],
     windows: Annotated[int, typer.Option(min=2, max=1000, help="Windows of 2,048 tokens at most.")] = 7,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of the engines that will use the tables.")] = 1,
     files: ConfigFiles = None,
     sets: Sets = None,
     as_json: AsJson = False,
@@ -84,7 +85,7 @@ def calibrate(
 
     with _progress() as report:
         report("model", 0, 1)
-        made = make(LoadedModel(model), contents, Windows(count=windows), report)
+        made = make(LoadedModel(model), contents, Windows(count=windows), report, tensor_parallel)
     paths = [folder.put(tables) for tables in made]
     if as_json:
         print_json(

@@ -161,6 +161,17 @@ class Histograms:
         ]
 
 
+def of_heads(whole: TableFile, heads: range) -> TableFile:
+    """Tables for these heads alone: the distributions of their channels."""
+    layers, two, num_heads, dim = whole.facts["shape"]
+    arrays = dict(whole.arrays)
+    for name in ("anchors", "deltas"):
+        by_head = arrays[name].reshape(layers * two, num_heads, dim * 256)
+        arrays[name] = by_head[:, heads.start : heads.stop].reshape(-1, 256)
+    facts = {**whole.facts, "shape": [layers, two, len(heads), dim], "first_head": heads.start}
+    return TableFile(NAME, facts, arrays)
+
+
 def _smoothed(counts: Array) -> Array:
     """Counts with the least chance for what lies between, or two beside, the symbols seen, and for 128."""
     seen = counts > 0

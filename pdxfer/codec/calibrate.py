@@ -35,12 +35,14 @@ WEIGHT_LIMIT = 32767
 class Moments:
     """Sums over calibration windows; float64."""
 
-    def __init__(self, shape: tuple[int, int, int, int], inverse_wavelengths: npt.NDArray[np.float64]) -> None:
-        """`shape`: [L, 2, H, D]. No wavelengths: RoPE stays on."""
+    def __init__(
+        self, shape: tuple[int, int, int, int], inverse_wavelengths: npt.NDArray[np.float64], num_ranks: int = 1
+    ) -> None:
+        """`shape`: [L, 2, H, D]. No wavelengths: RoPE stays on. `num_ranks`: that the tables can be cut for."""
         layers, _, heads, dim = shape
         self.shape = shape
         self.inverse_wavelengths = inverse_wavelengths
-        self.groups = groups_of(heads, dim)
+        self.groups = groups_of(heads, dim, num_ranks)
         self._channels = heads // self.groups * dim
         planes_shape = (layers * 2 * self.groups, self._channels)
         self._sum = np.zeros(planes_shape)
@@ -95,11 +97,19 @@ class Statistics:
         return float(np.sqrt(24 * kl / self.mean.size))
 
 
-def groups_of(heads: int, dim: int) -> int:
-    """Fewest equal groups of heads with at most MAX_PLANE_CHANNELS channels, a multiple of 16."""
+def groups_of(heads: int, dim: int, num_ranks: int = 1) -> int:
+    """Fewest equal groups of heads with at most MAX_PLANE_CHANNELS channels, a multiple of 16, none on two ranks."""
+    if heads % num_ranks and num_ranks % heads:
+        raise ConfigError(f"{heads} KV heads cannot be dealt to {num_ranks} ranks: neither divides the other")
+    most = max(heads // num_ranks, 1)
     for groups in range(1, heads + 1):
         channels = heads // groups * dim
-        if heads % groups == 0 and channels <= MAX_PLANE_CHANNELS and channels % 16 == 0:
+        if (
+            heads % groups == 0
+            and most % (heads // groups) == 0
+            and channels <= MAX_PLANE_CHANNELS
+            and channels % 16 == 0
+        ):
             return groups
     raise ConfigError(f"klt cannot be calibrated for {heads} KV heads of {dim}: no group of heads fits the transform")
 

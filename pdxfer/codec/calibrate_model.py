@@ -123,8 +123,10 @@ class LoadedModel:
         return np.asarray(cache.layers[0].keys[0].float().numpy())
 
 
-def calibrate(model: LoadedModel, texts: Sequence[str], windows: Windows, report: Report) -> list[TableFile]:
-    """Tables of klt and cachegen. Raises ConfigError for too little text."""
+def calibrate(
+    model: LoadedModel, texts: Sequence[str], windows: Windows, report: Report, num_ranks: int = 1
+) -> list[TableFile]:
+    """Tables of klt and cachegen, which so many ranks can share out. Raises ConfigError for too little text."""
     cut = _cut(model, texts, windows)
     total = (windows.samples + 1) * (len(cut) - 1) + 2 + len(TRIALS)
     done = 0
@@ -142,7 +144,7 @@ def calibrate(model: LoadedModel, texts: Sequence[str], windows: Windows, report
         step("keys and values")
         kv = model.context_kv(ids[: windows.context])
         values = widen(kv)
-        moments = moments or Moments((*kv.shape[:3], kv.shape[4]), waves)
+        moments = moments or Moments((*kv.shape[:3], kv.shape[4]), waves, num_ranks)
         histograms = histograms or Histograms((*kv.shape[:3], kv.shape[4]))
         moments.add_values(values[:, :, :, EXACT:], EXACT)
         histograms.add(values[:, :, :, EXACT:])

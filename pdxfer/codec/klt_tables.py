@@ -137,3 +137,26 @@ _SHAPES = {
 }
 """Array → dtype and shape: P planes, C channels, h half of them, W channels padded to 16, L levels. Transform says what
 they mean; out_scale and scale are for a step of 1. In float32 so that every machine gets the same bits."""
+
+
+def of_heads(whole: TableFile, heads: range) -> TableFile:
+    """Tables for these heads alone: their planes. Raises TablesError where a transform spans others too."""
+    layers, two, num_heads, dim = whole.facts["shape"]
+    groups = whole.facts["groups"]
+    each = num_heads // groups
+    if heads.start % each or len(heads) % each:
+        raise TablesError(
+            f"klt transforms {each} KV heads together, heads {heads.start} to {heads.stop - 1} are no whole groups: "
+            f"calibrate with --tensor-parallel {-(-num_heads // len(heads))}"
+        )
+    first, last = heads.start // each, heads.stop // each
+
+    def cut(array: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
+        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        by_group = array.reshape(*before, layers * two, groups, *after)
+        chosen = by_group[(slice(None),) * (axis + 1) + (slice(first, last),)]
+        return chosen.reshape(*before, layers * two * (last - first), *after)
+
+    facts = {**whole.facts, "shape": [layers, two, len(heads), dim], "groups": last - first, "first_head": heads.start}
+    arrays = {name: cut(whole.arrays[name], shape.index("P")) for name, (_, shape) in _SHAPES.items()}
+    return TableFile(NAME, facts, arrays)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pdxfer.codec.rank_tables import of_rank
 from pdxfer.codec.registry import Codecs
 from pdxfer.codec.tables import TableFolder
 from pdxfer.config.store import StoreConfig
@@ -49,9 +50,9 @@ def dtype_of(cache: torch.Tensor) -> str:
     return next((name for name, dtype in DTYPES.items() if dtype == cache.dtype), OPAQUE)
 
 
-def codecs_of(weights: str, tables_dir: Path) -> Codecs:
-    """With the tables that were calibrated for these weights; a model without a digest has none."""
+def codecs_of(weights: str, tables_dir: Path, rank: int = 0, num_ranks: int = 1) -> Codecs:
+    """With the tables that were calibrated for these weights, cut for a rank; a model without a digest has none."""
     try:
-        return Codecs(TableFolder(tables_dir, weights))
+        return Codecs(of_rank(TableFolder(tables_dir, weights), rank, num_ranks))
     except ValueError:
         return Codecs()

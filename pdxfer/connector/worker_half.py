@@ -76,7 +76,7 @@ class WorkerHalf:
             config=settings.store,
             identity=store_identity(marks, self._rank, world_size),
             blocks=DeviceBlocks(_bytes_of(cache), layout) if cache.is_cuda else None,
-            codecs=codecs_of(marks["weights"], settings.tables_dir),
+            codecs=codecs_of(marks["weights"], settings.tables_dir, self._rank, world_size),
             form=chunk_form(cache, marks["packing"], layout.block_size, layout.num_layers, settings.store),
             dtype=dtype_of(cache),
             subdirectory="-".join(parts),
@@ -93,7 +93,8 @@ class WorkerHalf:
         served = self._config.model_config.served_model_name
         model = served if isinstance(served, str) else served[0]
         forms = wire_forms(cache, marks["packing"], layout.block_size)
-        codecs = codecs_of(marks["weights"], self._settings.tables_dir)
+        world_size = self._config.parallel_config.world_size
+        codecs = codecs_of(marks["weights"], self._settings.tables_dir, self._rank, world_size)
         return wire_settings(config, model, codecs, forms, dtype_of(cache))
 
     def bind(self, meta: StepMeta) -> None:
