@@ -149,7 +149,7 @@ class SimCluster(threading.Thread):
         stamps = dict(zip(("started", "prefilled", "landed", "scheduled"), walls, strict=False))
         is_failed = rng.random() < 0.01
         grant = Grant(
-            transfer_id=key, epoch=0, decode_id=decode.engine_id, decode_incarnation=1, first_block=0, block_ids=[1],
+            transfer_id=key, epoch=1, decode_id=decode.engine_id, decode_incarnation=1, first_block=0, block_ids=[1],
             num_tokens=num_tokens, token_digest=bytes(32),
         )  # fmt: skip
         ended = Ended(

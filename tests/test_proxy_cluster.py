@@ -98,9 +98,11 @@ async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 
 
 @asynccontextmanager
-async def cluster(roles: dict[str, str], **flags: Any) -> AsyncIterator[Cluster]:
+async def cluster(roles: dict[str, str], *, missed_heartbeats: int = 20, **flags: Any) -> AsyncIterator[Cluster]:
     """Engines by id → role; ready when every pair can be had. Heartbeats may be late: the machine may be busy."""
-    router = RouterServer(RouterSettings(bind="tcp://127.0.0.1:0", min_remote_tokens=64, missed_heartbeats=20))
+    router = RouterServer(
+        RouterSettings(bind="tcp://127.0.0.1:0", min_remote_tokens=64, missed_heartbeats=missed_heartbeats)
+    )
     router.start()
     settings = ProxySettings(port=0, router=router.endpoint, drain_timeout_s=0.2, pair_timeout_s=5.0)
     proxy = Proxy(

@@ -26,6 +26,7 @@ from pdxfer.wire.messages import (
     Pairing,
     PeerReady,
     Release,
+    Resume,
     Role,
     Stamp,
     Started,
@@ -125,7 +126,7 @@ class RouterMachine(RuleBasedStateMachine):
         pair = make_pair(f"r{self.num_asked}", num_tokens, tenant=tenant, local_only=local_only, deadline_s=WAIT_S)
         self.world.say(proxy, pair)
 
-    @rule(data=st.data(), sender=ENGINES, kind=st.integers(0, 6), epoch=st.integers(0, 2))
+    @rule(data=st.data(), sender=ENGINES, kind=st.integers(0, 7), epoch=st.integers(0, 2))
     def an_engine_speaks(self, data: st.DataObject, sender: str, kind: int, epoch: int) -> None:
         transfer_id = self._some_transfer(data)
         lease = self.world.state.leases.get(transfer_id)
@@ -140,6 +141,7 @@ class RouterMachine(RuleBasedStateMachine):
             LegFailed(transfer_id=transfer_id, leg="decode", reason=""),
             Stamp(transfer_id=transfer_id, stage="prefilled", wall=0.0),
             ended(transfer_id),
+            Resume(transfer_id=transfer_id, epoch=epoch + 1, first_missing=0, num_missing_tokens=500, reason=""),
         ][kind]
         self.world.say(sched(sender), message)  # type: ignore[arg-type]
 

@@ -69,7 +69,7 @@ async def test_one_request_from_pair_to_ended_with_keys(keys_dir: Path) -> None:
         await asyncio.to_thread(wait_until, lambda: decode.sched.of(Started))
         assert decode.sched.of(Started)[0].prefill_id == "p0"
         grant = Grant(
-            transfer_id=transfer_id, epoch=0, decode_id="d0", decode_incarnation=1, first_block=0,
+            transfer_id=transfer_id, epoch=1, decode_id="d0", decode_incarnation=1, first_block=0,
             block_ids=list(range(63)), num_tokens=1000, token_digest=b"d" * 32,
         )  # fmt: skip
         decode.sched.client.send(grant)

@@ -124,7 +124,7 @@ def one_pair(**settings: object) -> World:
     return world
 
 
-def grant(transfer_id: str, decode_id: str = "d0", epoch: int = 0, incarnation: int = 1) -> Grant:
+def grant(transfer_id: str, decode_id: str = "d0", epoch: int = 1, incarnation: int = 1) -> Grant:
     return Grant(
         transfer_id=transfer_id, epoch=epoch, decode_id=decode_id, decode_incarnation=incarnation, first_block=0,
         block_ids=[1, 2], num_tokens=1000, token_digest=b"",

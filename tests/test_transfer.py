@@ -105,3 +105,69 @@ def test_a_send_settles_with_its_last_rank_and_remembers_a_failure() -> None:
     assert not machine.is_settled
     machine.rank_settled(1, True)
     assert machine.is_settled and not machine.delivered
+
+
+def fenced(num_valid: int = 1) -> Receive:
+    """A transfer whose prefill was lost after so many blocks had landed."""
+    machine = granted()
+    machine.rank_fenced(0, num_valid, "peer lost")
+    assert machine.state is ReceiveState.FENCED
+    return machine
+
+
+def test_a_resume_keeps_what_landed_and_waits_for_another_prefill() -> None:
+    """Under the next epoch: the wire has to bring only what is missing."""
+    machine = fenced()
+    assert machine.is_resumable
+    machine.resume(5.0)
+    assert (machine.state, machine.epoch, machine.num_good) == (ReceiveState.RESUMING, 2, 1)
+    assert machine.resumed("p1", 2) and machine.state is ReceiveState.GRANTED
+    assert machine.wire is not None and (machine.wire.at, machine.wire.count) == (1, 2)
+    machine.rank_landed(0)
+    assert machine.state is ReceiveState.LANDED and machine.invalid_blocks == []
+
+
+def test_a_start_of_another_epoch_resumes_nothing() -> None:
+    machine = fenced()
+    assert not machine.resumed("p0", 1)
+    machine.resume(5.0)
+    assert not machine.resumed("p0", 1) and not machine.resumed("p1", 3)
+    machine.started("p0")
+    assert machine.state is ReceiveState.RESUMING
+
+
+def test_a_resume_that_nobody_takes_is_fenced_as_it_was() -> None:
+    """Nothing is out: no revoke, and the verdict names what never landed."""
+    machine = fenced()
+    machine.resume(5.0)
+    assert machine.give_up("no other prefill") is False
+    assert machine.state is ReceiveState.FENCED and machine.invalid_blocks == [6, 7]
+
+
+def test_a_second_prefill_that_fails_too_leaves_the_good_blocks_of_both() -> None:
+    machine = fenced()
+    machine.resume(5.0)
+    machine.resumed("p1", 2)
+    machine.rank_fenced(0, 1, "peer lost")
+    assert machine.state is ReceiveState.FENCED and machine.invalid_blocks == [7]
+
+
+def test_an_abort_while_another_prefill_is_waited_for_is_reported_and_quiet_at_once() -> None:
+    machine = fenced()
+    machine.resume(5.0)
+    assert machine.over() is True
+    assert machine.quiet and not machine.resumed("p1", 2)
+
+
+def test_only_a_wire_that_failed_is_resumed() -> None:
+    """Not an abandoned receive, not a load, not one whose store part is what is missing."""
+    abandoned = granted()
+    abandoned.over()
+    abandoned.rank_fenced(0, 1, "peer lost")
+    assert not abandoned.is_resumable
+    short = receive()
+    short.started("p0")
+    short.granted(0, [5, 6, 7], 2)
+    short.rank_loaded(0, 1, "chunk missing")
+    short.rank_fenced(0, 0, "chunk missing")
+    assert short.state is ReceiveState.FENCED and not short.is_resumable

@@ -155,7 +155,7 @@ class Load:
         self._send(prefill.sched, Started(transfer_id=key, num_tokens=_NUM_TOKENS))
         self._send(prefill.sched, _stamp(key, "started"))
         grant = Grant(
-            transfer_id=key, epoch=0, decode_id=decode.engine_id, decode_incarnation=1, first_block=0,
+            transfer_id=key, epoch=1, decode_id=decode.engine_id, decode_incarnation=1, first_block=0,
             block_ids=list(range(_NUM_TOKENS // _BLOCK_SIZE)), num_tokens=_NUM_TOKENS, token_digest=bytes(32),
         )  # fmt: skip
         self._later.append((decode.sched, (grant, _stamp(key, "granted"), _stamp(key, "landed"))))

@@ -176,6 +176,8 @@ class TransportConfig(Section, frozen=True):
     spill_after_ms: Annotated[float, Meta(ge=0)] = 2000.0
     """A computed prompt whose grant has not come after this goes to the store, where decode's engine reaches it too,
     and its blocks back to prefill."""
+    max_resumes: Annotated[int, Meta(ge=0, le=8)] = 1
+    """How often a transfer whose prefill engine fails goes on with another one; then decode computes the rest."""
     connect_timeout_s: Seconds = 5.0
     """To open a channel and probe it."""
     write_timeout_s: Seconds = 10.0

@@ -96,6 +96,11 @@ class Member:
         self.tell_router(LegFailed(transfer_id=transfer_id, leg=leg, reason=reason[:1000]))
 
     @property
+    def is_connected(self) -> bool:
+        """The router is there."""
+        return self._router is not None and self._router.connected
+
+    @property
     def generations(self) -> list[int]:
         """By rank: grants taken back so far, for the next Grant; what a rank has not told yet is not in it."""
         return list(self._generations)

@@ -3,7 +3,7 @@
 from pdxfer.connector.member import Member
 from pdxfer.connector.transfer import Receive
 from pdxfer.wire.halves import Expect
-from pdxfer.wire.messages import CancelGrant, Ended, Grant, Outcome, Stage
+from pdxfer.wire.messages import CancelGrant, Ended, Grant, Outcome, Resume, Stage
 
 
 class Notices:
@@ -12,7 +12,7 @@ class Notices:
     def __init__(self, member: Member, block_size: int) -> None:
         self._member, self._block_size = member, block_size
 
-    def grant(self, receive: Receive, engine_id: str, token_digest: bytes) -> None:
+    def grant(self, receive: Receive, engine_id: str) -> None:
         """The wire's part of its blocks may be filled: first our workers learn it, then prefill's."""
         assert receive.wire is not None
         first_block, block_ids = receive.first_block + receive.wire.at, receive.block_ids[receive.wire.at :]
@@ -34,7 +34,7 @@ class Notices:
                 first_block=first_block,
                 block_ids=block_ids,
                 num_tokens=receive.num_tokens,
-                token_digest=token_digest,
+                token_digest=receive.token_digest,
                 generations=self._member.generations,
             )
         )
@@ -48,13 +48,28 @@ class Notices:
     def cancel(self, receive: Receive, reason: str) -> None:
         """Prefill need not send (any more)."""
         if receive.transfer_id:
-            self._member.tell_router(CancelGrant(transfer_id=receive.transfer_id, reason=reason[:1000]))
+            self._member.tell_router(
+                CancelGrant(transfer_id=receive.transfer_id, reason=reason[:1000], epoch=receive.epoch)
+            )
+
+    def resume(self, receive: Receive) -> None:
+        """Another prefill is to send what is missing, under the receive's new epoch."""
+        first_missing = receive.first_block + receive.num_good
+        self._member.tell_router(
+            Resume(
+                transfer_id=receive.transfer_id,
+                epoch=receive.epoch,
+                first_missing=first_missing,
+                num_missing_tokens=receive.num_tokens - first_missing * self._block_size,
+                reason=receive.reason[:1000],
+            )
+        )
 
     def ended(self, receive: Receive, outcome: Outcome, reason: str = "") -> None:
         """The transfer is over."""
         if not receive.transfer_id:
             return
-        first_block = receive.first_block + (receive.wire.at if receive.wire is not None else 0)
+        first_block = receive.first_block + receive.wire_from
         self._member.tell_router(
             Ended(
                 transfer_id=receive.transfer_id,

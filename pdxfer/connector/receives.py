@@ -15,11 +15,13 @@ from pdxfer.connector.requests import prompt_digest
 from pdxfer.connector.transfer import ROUTER_LOST_S, Receive, ReceiveState
 from pdxfer.core.clock import Clock
 from pdxfer.wire.halves import Fenced, Landed, Revoke
-from pdxfer.wire.messages import Outcome
+from pdxfer.wire.messages import LegFailed, Outcome, Started
 from pdxfer.wire.store_facts import Loaded
 
 log = logging.getLogger(__name__)
 
+RESUME_SHARE = 0.5
+"""Of what is left of a transfer's deadline, for another prefill to start; the rest is for its units."""
 LOAD_GRACE_S = 1.0
 """Ranks end a load by its timeout; the scheduler half waits this much longer for them to say so."""
 
@@ -35,7 +37,10 @@ class Receives:
         references: References,
         loads: Loads | None,
         clock: Clock,
+        max_resumes: int = 1,
     ) -> None:
+        """A transfer whose prefill fails goes on with another one at most `max_resumes` times."""
+        self._max_resumes = max_resumes
         self._engine_id, self._facts, self._member, self._references = engine_id, facts, member, references
         self._loads, self._clock = loads, clock
         self._notices = Notices(member, facts.block_size)
@@ -99,7 +104,8 @@ class Receives:
         if self._loads is not None and num_stored:
             self._loads.start(receive, chunks)
         if receive.wire is not None:
-            self._notices.grant(receive, self._engine_id, prompt_digest(request))
+            receive.token_digest = prompt_digest(request)
+            self._notices.grant(receive, self._engine_id)
         elif paired:
             self._unpair(receive, "unused", "the store has all of it")
 
@@ -164,21 +170,41 @@ class Receives:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
+    def started(self, receive: Receive, started: Started) -> None:
+        """A prefill's first step was scheduled: the first one's, or of one that takes over."""
+        if receive.resumed(started.prefill_id, started.epoch):
+            self._count("resumed_transfers")
+            log.info("%s: %s sends the rest", receive.name, started.prefill_id)
+            self._notices.grant(receive, self._engine_id)
+        elif started.epoch == receive.epoch:
+            receive.started(started.prefill_id)
+
+    def leg_failed(self, receive: Receive, failed: LegFailed) -> None:
+        """A leg is over; a prefill that was given up already does not count."""
+        if failed.leg == "decode" or failed.epoch == receive.epoch:
+            self.give_up(receive, f"{failed.leg} leg failed: {failed.reason}")
+
     def rank_landed(self, receive: Receive, landed: Landed) -> None:
         """All units are in place on one rank."""
+        if landed.epoch != receive.epoch:
+            return
         receive.num_units += landed.num_units
         receive.num_bytes += landed.num_bytes
         receive.channel = landed.channel
         receive.rank_landed(landed.rank)
         if receive.state is ReceiveState.LANDED:
             self._notices.stamp(receive, "landed", landed.wall)
-        self._refill(receive)
+        self._recover(receive)
 
     def rank_fenced(self, receive: Receive, fenced: Fenced) -> None:
         """The grant is over on one rank; everything else that is out comes back too."""
+        if fenced.epoch != receive.epoch:
+            return
+        receive.num_units += fenced.num_units
+        receive.num_bytes += fenced.num_bytes
         if receive.rank_fenced(fenced.rank, fenced.num_valid, fenced.reason):
             self._revoke(receive, fenced.reason)
-        self._refill(receive)
+        self._recover(receive)
 
     def rank_loaded(self, loaded: Loaded) -> None:
         """One rank's part of a load is over."""
@@ -190,9 +216,14 @@ class Receives:
         self._count("loaded_chunks", loaded.num_chunks)
         if self._loads.rank_loaded(receive, loaded):
             self._revoke(receive, loaded.reason)
+        self._resume(receive)
 
     def give_up(self, receive: Receive, reason: str) -> None:
         """Compute here what is missing; what was granted is taken back first."""
+        if receive.state is ReceiveState.RESUMING:
+            log.info("%s: %s; it is not resumed", receive.name, reason)
+            receive.give_up(reason)
+            return
         if receive.state not in (ReceiveState.WAITING, ReceiveState.READY, ReceiveState.GRANTED):
             return
         self._count("fallbacks" if receive.transfer_id else "load_failures")
@@ -217,6 +248,8 @@ class Receives:
                 self._notices.cancel(receive, "request over")
                 self._notices.ended(receive, "aborted", "request over")
             self._forget(receive)
+        elif before is ReceiveState.RESUMING:
+            self._notices.cancel(receive, "request over")
         elif before in (ReceiveState.GRANTED, ReceiveState.REVOKING):
             self._references.quarantine(receive.request_id, receive.block_ids)
             self._notices.cancel(receive, "request over")
@@ -230,10 +263,13 @@ class Receives:
         for receive in self._by_request.values():
             is_granted = receive.state is ReceiveState.GRANTED
             receive.deadline = min(receive.deadline, now + (ROUTER_LOST_S if is_granted else 0.0))
+            receive.resume_by = min(receive.resume_by, now)
 
     def check_deadlines(self, now: float) -> None:
-        """Grants that were not filled in time."""
+        """Grants that were not filled in time, prefills that did not take over in time."""
         for receive in list(self._by_request.values()):
+            if receive.state is ReceiveState.RESUMING and now >= receive.resume_by:
+                self.give_up(receive, "no other prefill has started in time")
             if receive.state is ReceiveState.GRANTED and now >= receive.deadline:
                 self.give_up(receive, "deadline passed before all blocks were filled")
 
@@ -246,6 +282,23 @@ class Receives:
             self._member.tell_workers(revoke)
         if self._loads is not None:
             self._loads.stop(receive)
+
+    def _recover(self, receive: Receive) -> None:
+        """The wire is over: what it did not bring comes from the store, or from another prefill, or is computed."""
+        self._refill(receive)
+        self._resume(receive)
+
+    def _resume(self, receive: Receive) -> None:
+        """Have another prefill send what is missing, if there is time for it and a router to find one."""
+        left_s = receive.deadline - self._clock.now()
+        if not receive.is_resumable or receive.epoch > self._max_resumes or left_s <= 0:
+            return
+        if not self._member.is_connected:
+            return
+        self._notices.cancel(receive, receive.reason)
+        receive.resume(self._clock.now() + RESUME_SHARE * left_s)
+        log.info("%s: %s; another prefill is asked for", receive.name, receive.reason)
+        self._notices.resume(receive)
 
     def _refill(self, receive: Receive) -> None:
         """The wire is over and blocks are missing: before they are computed, the store may have them."""

@@ -57,7 +57,9 @@ class SchedulerHalf:
             chunk = settings.chunk_tokens
             self._store = StoreHalf(settings.store, chunk, facts, self._member, self._references, clock)
         loads = self._store.loads if self._store is not None else None
-        self._receives = Receives(settings.engine_id, facts, self._member, self._references, loads, clock)
+        self._receives = Receives(
+            settings.engine_id, facts, self._member, self._references, loads, clock, settings.max_resumes
+        )
         self._sends = Sends(facts, self._member, self._references)
         self._spills: Spills | None = None
         if self._store is not None and self._store.shared:
@@ -218,9 +220,9 @@ class SchedulerHalf:
             case Fenced(), Receive() as receive:
                 self._receives.rank_fenced(receive, message)
             case Started(), Receive() as receive:
-                receive.started(message.prefill_id)
+                self._receives.started(receive, message)
             case LegFailed(), Receive() as receive:
-                self._receives.give_up(receive, f"{message.leg} leg failed: {message.reason}")
+                self._receives.leg_failed(receive, message)
             case Computed(), Send() as send:
                 self._sends.computed(send, message.wall)
             case Settled(), Send() as send:

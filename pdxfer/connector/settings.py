@@ -45,6 +45,7 @@ class ConnectorSettings:
     layerwise: bool = True
     drain_s: float = 0.2
     spill_after_s: float = 2.0
+    max_resumes: int = 1
     max_deadline_s: float = 600.0
     """Upper bound of a request's own deadline."""
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -93,6 +94,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         layerwise=bool(extra.get("layerwise", transport.layerwise)),
         drain_s=transport.drain_s,
         spill_after_s=transport.spill_after_ms / 1000,
+        max_resumes=transport.max_resumes,
         max_deadline_s=transport.deadline_s,
         store=ours.store,
         codec=ours.codec,

@@ -8,6 +8,7 @@ HELP = {
     "received_transfers": "Prompts whose KV was received completely",
     "received_bytes": "KV bytes received and verified",
     "received_units": "Units received and verified",
+    "resumed_transfers": "Receives whose prefill failed and that another prefill engine took over",
     "failed_transfers": "Receives that failed; the missing tail was recomputed",
     "recomputed_blocks": "Blocks recomputed after failed receives",
     "fallbacks": "Prompts computed here although a prefill was paired",

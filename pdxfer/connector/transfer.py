@@ -7,7 +7,11 @@ Receive (decode):
        │ deadline         │ to load     │ │ chunk missing, request over                  │
        ▼                  ▼             │ ▼                                              │
      LOCAL              LOCAL           │ REVOKING ─all ranks quiet─▶ FENCED ─verdict seen┘
-                                        └──────── refill from the store ──┘
+                                        ├──────── refill from the store ──┤ ▲
+                                        └─started── RESUMING ◀── resume ──┘ │ no other prefill, deadline,
+                                                       └────────────────────┘ request over
+
+Each resume is an epoch of its own: another prefill sends what is missing. What landed stays.
 
 Two sources may fill one receive: the store its first blocks, the wire the others. A load without a transfer begins in
 READY.
@@ -34,6 +38,7 @@ class ReceiveState(enum.Enum):
     LANDED = "all units landed"
     REVOKING = "grant taken back, ranks draining"
     FENCED = "nothing can land any more"
+    RESUMING = "waiting for another prefill to start"
     REPORTED = "vLLM has been told"
     LOCAL = "computed here"
 
@@ -73,6 +78,7 @@ class Receive:
     """Monotonic seconds; past it the prompt is computed here."""
     state: ReceiveState = ReceiveState.WAITING
     epoch: int = 1
+    """Of the attempt under way; facts and messages of another one are not ours."""
     prefill_id: str = ""
     """Empty: no wire is involved."""
     load_id: str = ""
@@ -82,11 +88,17 @@ class Receive:
     """Blocks to be filled, in prompt order."""
     num_good: int = 0
     """Of them, from the start, in place before the current fills began."""
+    wire_from: int = 0
+    """Of them, the first that any prefill was to send."""
+    token_digest: bytes = b""
+    """Of the prompt, for another Grant."""
     stored: Fill | None = None
     wire: Fill | None = None
     """Follows `stored` where both are there."""
     refilled: bool = False
     """What the wire did not bring was asked of the store; once."""
+    resume_by: float = 0.0
+    """While RESUMING: the other prefill has started by then, or what is missing is computed here."""
     scheduled: bool = False
     """The first forward after the load was scheduled (and stamped)."""
     abandoned: bool = False
@@ -111,6 +123,7 @@ class Receive:
         """vLLM has allocated the destination: the store fills the first `num_stored` blocks, the wire the others."""
         assert self.state is ReceiveState.READY, self.state
         self.first_block, self.block_ids = first_block, block_ids
+        self.wire_from = num_stored
         self.stored = Fill(0, num_stored) if num_stored else None
         self.wire = Fill(num_stored, len(block_ids) - num_stored) if num_stored < len(block_ids) else None
         self.state = ReceiveState.GRANTED
@@ -122,8 +135,35 @@ class Receive:
         self.stored = Fill(self.num_good, num_blocks)
         self.state = ReceiveState.GRANTED
 
+    @property
+    def is_resumable(self) -> bool:
+        """Fenced because the wire failed: another prefill could send what is missing."""
+        if self.state is not ReceiveState.FENCED or self.abandoned or self.wire is None or not self.transfer_id:
+            return False
+        return self.stored is None or self.stored.num_valid == self.stored.count
+
+    def resume(self, resume_by: float) -> None:
+        """Ask for another prefill, which sends what is missing under the next epoch."""
+        assert self.is_resumable, self.state
+        self.num_good, self.stored, self.wire, self.prefill_id = self.num_valid, None, None, ""
+        self.epoch, self.resume_by = self.epoch + 1, resume_by
+        self.state = ReceiveState.RESUMING
+
+    def resumed(self, prefill_id: str, epoch: int) -> bool:
+        """The other prefill has started. False: this is not about the attempt we wait for."""
+        if self.state is not ReceiveState.RESUMING or epoch != self.epoch:
+            return False
+        self.prefill_id = prefill_id
+        self.wire = Fill(self.num_good, len(self.block_ids) - self.num_good)
+        self.state = ReceiveState.GRANTED
+        return True
+
     def give_up(self, reason: str) -> bool:
         """Leg failed, deadline passed or nothing to load. True: a grant is out and has to be revoked."""
+        if self.state is ReceiveState.RESUMING:
+            self.reason = reason
+            self.state = ReceiveState.FENCED
+            return False
         if self.state in (ReceiveState.WAITING, ReceiveState.READY):
             self.reason = reason
             self.state = ReceiveState.LOCAL
@@ -183,6 +223,8 @@ class Receive:
             if self.state is not ReceiveState.REPORTED:
                 self.state = ReceiveState.LOCAL
             return False
+        if self.state is ReceiveState.RESUMING:
+            self.state = ReceiveState.FENCED
         self.abandoned = True
         return True
 

@@ -32,14 +32,15 @@ FALLBACKS = (
 )  # fmt: skip
 EVENTS = (
     "joined", "left", "suspect", "back", "drain", "undrain", "drained", "mismatch", "role", "policy", "credit_limit",
-    "lease_expired", "fell_back", "channel_open", "channel_broken", "evicted", "spilled", "tier_away", "tier_back",
-    "proxy_joined", "proxy_left",
+    "lease_expired", "resumed", "fell_back", "channel_open", "channel_broken", "evicted", "spilled", "tier_away",
+    "tier_back", "proxy_joined", "proxy_left",
 )  # fmt: skip
 """Kinds of event; `GET /v1/events` has their details."""
 NODE_COUNTS: dict[str, tuple[str, str]] = {
     "received_transfers": ("transfers", "Prompts whose KV was received completely."),
     "received_bytes": ("bytes", "KV bytes received and verified."),
     "received_units": ("units", "Units received and verified."),
+    "resumed_transfers": ("transfers", "Receives whose prefill failed and that another prefill engine took over."),
     "failed_transfers": ("transfers", "Receives that failed; the missing tail was recomputed."),
     "recomputed_blocks": ("blocks", "Blocks recomputed after failed receives."),
     "fallbacks": ("prompts", "Prompts computed by decode although a prefill was paired."),
@@ -134,6 +135,10 @@ CATALOG: tuple[Metric, ...] = (
     Metric(
         name="pdxfer_proxy_replays_total", kind="counter", unit="requests",
         help="Streams whose decode engine was lost and that another one was asked to continue.",
+    ),
+    Metric(
+        name="pdxfer_proxy_redispatches_total", kind="counter", unit="legs",
+        help="Prefill legs sent to another engine because decode had lost the first one in mid-transfer.",
     ),
     Metric(
         name="pdxfer_proxy_transfers_total", kind="counter", unit="transfers",

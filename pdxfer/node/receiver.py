@@ -363,6 +363,8 @@ class Receiver:
                 epoch=incoming.expect.epoch,
                 num_valid=incoming.num_valid,
                 reason=incoming.revoked[:1000],
+                num_units=incoming.num_units,
+                num_bytes=incoming.num_bytes,
             )
         )
         self._attend()

@@ -28,7 +28,7 @@ from pdxfer.proxy.settings import ProxySettings
 from pdxfer.proxy.stream import ClientGone, StreamBroken
 from pdxfer.proxy.timeline import TimelineRing
 from pdxfer.wire.keys import load_client_security
-from pdxfer.wire.messages import Ended, LegFailed, Stamp
+from pdxfer.wire.messages import Ended, LegFailed, Redispatch, Stamp
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +245,8 @@ class Proxy:
             self._ring.ended(notice)
             self.metrics.inc("pdxfer_proxy_transfers_total", outcome=notice.outcome)
             self.metrics.inc("pdxfer_proxy_transfer_bytes_total", notice.num_bytes)
+        elif isinstance(notice, Redispatch):
+            self._service.redispatch(notice)
         elif isinstance(notice, LegFailed):
             log.info("%s leg of %s failed: %s", notice.leg, notice.transfer_id, notice.reason)
 

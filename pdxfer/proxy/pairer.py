@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from pdxfer.wire.messages import Busy, Ended, LegFailed, Local, Pair, Pairing, Release, Served, Stamp
+from pdxfer.wire.messages import Busy, Ended, LegFailed, Local, Pair, Pairing, Redispatch, Release, Served, Stamp
 
-Notice = Stamp | Ended | LegFailed
+Notice = Stamp | Ended | LegFailed | Redispatch
 OnMessage = Callable[[Notice], None]
 """Called on the event loop for what the router tells about this proxy's transfers."""
 

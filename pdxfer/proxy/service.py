@@ -32,7 +32,7 @@ from pdxfer.proxy.routing import Routing
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.proxy.stream import Relay, Resume
 from pdxfer.proxy.timeline import Entry, TimelineRing
-from pdxfer.wire.messages import Local, Pairing
+from pdxfer.wire.messages import LegFailed, Local, Pairing, Redispatch
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class Service:
         self._metrics, self._clock, self._tracer = metrics, clock, tracer
         self._resumer = Resumer(http, routing, metrics)
         self._told: set[str] = set()
+        self._legs: dict[str, Legs] = {}
+        """Pairs under way, by transfer."""
 
     async def generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """A completion or chat: by a pair if it can be."""
@@ -103,6 +105,19 @@ class Service:
             return await self._attempt(exchange, lambda last: self._local(exchange, data, "", 0, "endpoint", last))
 
         return await self._account(request, "passthrough", serve)
+
+    def redispatch(self, message: Redispatch) -> None:
+        """The router has another engine for a prefill leg under way."""
+        legs = self._legs.get(message.transfer_id)
+        if legs is None:
+            reason = "the request is over"
+            failed = LegFailed(transfer_id=message.transfer_id, leg="prefill", reason=reason, epoch=message.epoch)
+            self._pairer.send(failed)
+        elif legs.redispatch(message):
+            engine_id = message.prefill.engine_id
+            log.warning("%s: %s; prefill goes on at %s", message.transfer_id, message.reason, engine_id)
+            self._metrics.inc("pdxfer_proxy_redispatches_total")
+            self._ring.redispatched(message, self._clock.wall())
 
     # ---- the way of one request ----------------------------------------------------------------------------------
 
@@ -236,6 +251,7 @@ class Service:
             transfer_timeout_s=self._settings.transfer_timeout_s,
             deadline=exchange.deadline,
             tenant=exchange.entry.tenant,
+            live=self._legs,
         )
         async with legs:
             try:

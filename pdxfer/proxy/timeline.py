@@ -10,7 +10,22 @@ import msgspec
 
 from pdxfer.metrics.timeline import Timeline
 from pdxfer.metrics.tracing import Facts
-from pdxfer.wire.messages import Ended, EngineRef, Pairing, Served, Stamp
+from pdxfer.wire.messages import Ended, EngineRef, Pairing, Redispatch, Served, Stamp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Another prefill engine took over."""
+
+    epoch: int
+    prefill: str
+    """Who took over."""
+    before: str
+    """Who was lost."""
+    first_missing: int
+    """Block of the prompt with which it began; those before had landed."""
+    reason: str
+    wall: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +51,7 @@ class Entry:
     stamps: dict[str, float] = field(default_factory=dict)
     transfer: Ended | None = None
     """What moved, once decode has settled it."""
+    resumes: list[Resumed] = field(default_factory=list)
 
     def timeline(self) -> Timeline:
         """The part that the header shows."""
@@ -47,6 +63,8 @@ class Entry:
         """The report to the router; the request is over."""
         moved = self.transfer
         reason = self.reason or (moved.reason if moved is not None and moved.outcome != "delivered" else "")
+        if not reason and self.resumes:
+            reason = f"resumed by {self.resumes[-1].prefill}: {self.resumes[-1].reason}"
         return Served(
             request_id=self.request_id,
             endpoint=self.endpoint,
@@ -93,6 +111,7 @@ class Entry:
                 "end": self.end,
                 "stamps": self.stamps,
                 "stages_ms": self.timeline().stages_ms(),
+                "resumes": self.resumes,
                 "transfer": moved
                 and {
                     "outcome": moved.outcome,
@@ -132,6 +151,7 @@ class TimelineRing:
         entry.transfer_id = pairing.transfer_id
         entry.prefill, entry.decode = pairing.prefill.engine_id, pairing.decode.engine_id
         entry.stamps.clear()
+        entry.resumes.clear()
         entry.transfer = None
         self._by_transfer[entry.transfer_id] = entry
         while len(self._by_transfer) > self._num_transfers:
@@ -144,10 +164,23 @@ class TimelineRing:
         entry.transfer_id = entry.prefill = ""
         entry.decode = decode.engine_id
         entry.stamps.clear()
+        entry.resumes.clear()
         entry.transfer = None
 
     def get(self, request_id: str) -> Entry | None:
         return self._entries.get(request_id)
+
+    def redispatched(self, message: Redispatch, wall: float) -> None:
+        """Note that another engine prefills from now on."""
+        entry = self._by_transfer.get(message.transfer_id)
+        if entry is not None:
+            before, entry.prefill = entry.prefill, message.prefill.engine_id
+            entry.resumes.append(
+                Resumed(
+                    epoch=message.epoch, prefill=entry.prefill, before=before, first_missing=message.first_missing,
+                    reason=message.reason, wall=wall,
+                )
+            )  # fmt: skip
 
     def stamp(self, stamp: Stamp) -> None:
         """Note a stage; the first stamp of a stage counts. Unknown transfers are ignored."""

@@ -5,7 +5,7 @@ Ended pairings are remembered for a while (bounded), only so that a late timelin
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdxfer.router.members import Engine
 
@@ -25,6 +25,12 @@ class Lease:
     num_tokens: int
     """The proxy's estimate."""
     deadline: float
+    model: str = ""
+    """The client's, for another prefill."""
+    attempt: int = 1
+    """Epoch of the attempt under way; what concerns an earlier one is dropped."""
+    tried: set[str] = field(default_factory=set)
+    """Prefill engines of earlier attempts."""
     is_prefill_over: bool = False
     """Prefill computed its prompt, or its leg is lost: its tokens no longer count as load."""
     is_prefill_lost: bool = False
@@ -67,14 +73,19 @@ class Leases:
         """Move the deadline out; never in."""
         lease.deadline = max(lease.deadline, deadline)
 
+    def move(self, lease: Lease, prefill: Engine) -> None:
+        """A live lease goes on with another prefill engine, as its next attempt."""
+        self._leave(lease.prefill.engine_id, lease.transfer_id)
+        lease.tried.add(lease.prefill.engine_id)
+        lease.prefill, lease.attempt = prefill, lease.attempt + 1
+        lease.is_prefill_lost = lease.is_prefill_over = False
+        self._of_engine.setdefault(prefill.engine_id, {})[lease.transfer_id] = lease
+
     def end(self, transfer_id: str) -> Lease:
         """Close a live lease."""
         lease = self._live.pop(transfer_id)
         for engine_id in (lease.prefill.engine_id, lease.decode.engine_id):
-            mine = self._of_engine[engine_id]
-            del mine[transfer_id]
-            if not mine:
-                del self._of_engine[engine_id]
+            self._leave(engine_id, transfer_id)
         self._ended[transfer_id] = lease
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -82,6 +93,12 @@ class Leases:
             self._deadlines = [(lease.deadline, key) for key, lease in self._live.items()]
             heapq.heapify(self._deadlines)
         return lease
+
+    def _leave(self, engine_id: str, transfer_id: str) -> None:
+        mine = self._of_engine[engine_id]
+        del mine[transfer_id]
+        if not mine:
+            del self._of_engine[engine_id]
 
     def of_engine(self, engine_id: str) -> list[Lease]:
         """Leases in which this engine is a leg."""

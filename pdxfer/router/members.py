@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pdxfer.core.ids import is_engine_id
 from pdxfer.router.credits import Credit
-from pdxfer.wire.messages import Heartbeat, Hello, PeerReady, Peers, Role, WorkerHello
+from pdxfer.wire.messages import EngineRef, Heartbeat, Hello, PeerReady, Peers, Role, WorkerHello
 
 _ROUTE = re.compile(rb"([^/#]{1,64})/([A-Za-z0-9._-]{1,64})#[^#]{1,64}")
 _WORKER = re.compile(r"w(\d{1,4})")
@@ -98,6 +98,12 @@ class Engine:
     is_joined: bool = False
     is_suspect: bool = False
     is_draining: bool = False
+
+    @property
+    def ref(self) -> EngineRef:
+        """Where the proxy sends a leg."""
+        assert self.hello is not None
+        return EngineRef(engine_id=self.engine_id, url=self.hello.url)
 
     @property
     def is_usable(self) -> bool:

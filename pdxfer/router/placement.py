@@ -9,7 +9,7 @@ from pdxfer.router.outbox import Outbox
 from pdxfer.router.pairing import DecodeOffer, PrefillLoad, num_blocks_needed, pick_decode, pick_prefill
 from pdxfer.router.settings import RouterSettings
 from pdxfer.router.waiting import Key, Waiting, WaitingQueue
-from pdxfer.wire.messages import Busy, EngineRef, Local, Pair, Pairing
+from pdxfer.wire.messages import Busy, Local, Pair, Pairing
 
 _RETRY_MIN_S = 1.0
 _RETRY_MAX_S = 30.0
@@ -76,6 +76,16 @@ class Placement:
         for waiting in self.queue:
             if waiting.proxy == route:
                 self.queue.remove(waiting)
+
+    def other_prefill(self, lease: Lease, num_missing_tokens: int) -> Engine | None:
+        """Who could take a transfer over whose prefill is lost: not one that was tried, not for a short rest."""
+        if self.is_stopping or num_missing_tokens < self._settings.min_remote_tokens:
+            return None
+        tried = {lease.prefill.engine_id, *lease.tried}
+        for decode, partners in self._cluster.pairs(lease.model):
+            if decode is lease.decode:
+                return _pick_prefill([one for one in partners if one.engine_id not in tried], lease.num_tokens)
+        return None
 
     # ---- deciding --------------------------------------------------------------------------------------------
 
@@ -150,7 +160,7 @@ class Placement:
         pair, lease_s = waiting.pair, self._settings.lease_s
         lease = Lease(
             transfer_id=self._mint(), request_id=pair.request_id, proxy=waiting.proxy, prefill=prefill, decode=decode,
-            num_tokens=pair.num_tokens, deadline=now + lease_s,
+            num_tokens=pair.num_tokens, deadline=now + lease_s, model=pair.model,
         )  # fmt: skip
         self._leases.open(lease)
         self._out.flow(prefill.engine_id, decode.engine_id).num_live += 1
@@ -159,7 +169,7 @@ class Placement:
         self._out.count("answers", "pairing")
         self._out.send(
             Pairing(
-                request_id=pair.request_id, transfer_id=lease.transfer_id, prefill=_ref(prefill), decode=_ref(decode),
+                request_id=pair.request_id, transfer_id=lease.transfer_id, prefill=prefill.ref, decode=decode.ref,
                 lease_s=lease_s,
             ),
             waiting.proxy,
@@ -172,7 +182,7 @@ class Placement:
         decode.credit.reserve(key, num_blocks_needed(waiting.pair.num_tokens, _block_size(decode)))
         decode.credit.settle(key, now + self._settings.heartbeat_s)
         self._out.count("answers", "local")
-        self._out.send(Local(request_id=waiting.pair.request_id, decode=_ref(decode), reason=reason), waiting.proxy)
+        self._out.send(Local(request_id=waiting.pair.request_id, decode=decode.ref, reason=reason), waiting.proxy)
 
     def _busy(self, waiting: Waiting, now: float, reason: str) -> None:
         """`retry_after_s`: as long as the oldest has waited, within bounds."""
@@ -213,11 +223,6 @@ def _pick_prefill(partners: list[Engine], num_tokens: int) -> Engine | None:
     ]
     prefill_id = pick_prefill(loads, num_tokens)
     return next((prefill for prefill in partners if prefill.engine_id == prefill_id), None)
-
-
-def _ref(engine: Engine) -> EngineRef:
-    assert engine.hello is not None
-    return EngineRef(engine_id=engine.engine_id, url=engine.hello.url)
 
 
 def _block_size(engine: Engine) -> int:

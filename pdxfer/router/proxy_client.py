@@ -31,6 +31,7 @@ from pdxfer.wire.messages import (
     Pair,
     Pairing,
     ProxyHello,
+    Redispatch,
     Refused,
     Release,
     Stamp,
@@ -45,7 +46,7 @@ MAX_QUEUED = 16384
 _FAREWELL_S = 0.1
 
 Answer = Pairing | Local | Busy
-Notice = Stamp | Ended | LegFailed
+Notice = Stamp | Ended | LegFailed | Redispatch
 
 
 class ProxyClient:
@@ -207,7 +208,7 @@ class ProxyClient:
             self._session.acked(message.known, now)
         elif isinstance(message, Pairing | Local | Busy):
             self._answer(message)
-        elif isinstance(message, Stamp | Ended | LegFailed):
+        elif isinstance(message, Stamp | Ended | LegFailed | Redispatch):
             self._on_message(message)
         elif isinstance(message, SetLogLevel):
             set_own_level(message.level)

@@ -4,18 +4,35 @@ Every relay checks that the sender is that leg of a live lease; anything else is
 by what comes first: Ended, Release, a lost decode, or its deadline. The proxy hears of each end it did not cause.
 """
 
+from collections.abc import Callable
+
 from pdxfer.router.credits import REPORT_LAG_S
 from pdxfer.router.leases import Lease, Leases
 from pdxfer.router.members import Engine, Link
 from pdxfer.router.outbox import Outbox
-from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Outcome, Release, Stamp, Started
+from pdxfer.wire.messages import (
+    CancelGrant,
+    Ended,
+    Grant,
+    LegFailed,
+    Outcome,
+    Redispatch,
+    Release,
+    Resume,
+    Stamp,
+    Started,
+)
+
+OtherPrefill = Callable[[Lease, int], Engine | None]
+"""(lease, missing tokens) → who could take the prompt over."""
 
 
 class Relay:
     """The transfers' side of the router state."""
 
-    def __init__(self, leases: Leases, lease_s: float, out: Outbox) -> None:
+    def __init__(self, leases: Leases, lease_s: float, out: Outbox, other_prefill: OtherPrefill) -> None:
         self._leases = leases
+        self._other_prefill = other_prefill
         self.lease_s = lease_s
         self._out = out
 
@@ -27,8 +44,9 @@ class Relay:
         if lease is not None:
             self._leases.renew(lease, now + self.lease_s)
             relayed = Started(
-                transfer_id=message.transfer_id, num_tokens=message.num_tokens, prefill_id=sender.engine_id
-            )
+                transfer_id=message.transfer_id, num_tokens=message.num_tokens, prefill_id=sender.engine_id,
+                epoch=lease.attempt,
+            )  # fmt: skip
             self._out.send_link(lease.decode.sched, relayed)
 
     def grant(self, sender: Engine, message: Grant, now: float) -> None:
@@ -38,7 +56,7 @@ class Relay:
             return
         if message.decode_id != sender.engine_id or message.decode_incarnation != sender.incarnation:
             self._out.count("refused", "foreign")
-        elif message.epoch < lease.epoch or lease.is_prefill_lost:
+        elif message.epoch != lease.attempt or lease.is_prefill_lost:
             self._out.count("refused", "stale")
         else:
             if message.epoch > lease.epoch:
@@ -51,8 +69,47 @@ class Relay:
     def cancel_grant(self, sender: Engine, message: CancelGrant) -> None:
         """decode → prefill: nothing (more) is wanted. The lease goes on until Ended."""
         lease = self._lease_of(message.transfer_id, decode=sender)
-        if lease is not None:
+        if lease is None:
+            return
+        if message.epoch == lease.attempt:
             self._to_prefill(lease, message)
+        else:
+            self._out.count("refused", "stale")
+
+    def resume(self, sender: Engine, link: Link, message: Resume) -> None:
+        """decode has lost its prefill and fenced it: move the pairing to another one, or say that there is none."""
+        lease = self._lease_of(message.transfer_id, decode=sender)
+        if lease is not None and message.epoch != lease.attempt + 1:
+            self._out.count("refused", "stale")
+            return
+        prefill = self._other_prefill(lease, message.num_missing_tokens) if lease is not None else None
+        if lease is None or prefill is None:
+            reason = "the pairing has ended" if lease is None else "no other prefill engine for so much is ready"
+            failed = LegFailed(
+                transfer_id=message.transfer_id, leg="prefill", reason=f"{message.reason}; {reason}"[:2048],
+                epoch=message.epoch,
+            )  # fmt: skip
+            self._out.send(failed, link.route)
+            return
+        before = lease.prefill
+        self._out.happened(
+            "resumed", transfer_id=lease.transfer_id, prefill=prefill.engine_id, before=before.engine_id,
+            decode=sender.engine_id, tokens=str(message.num_missing_tokens), reason=message.reason[:200],
+        )  # fmt: skip
+        self._to_prefill(lease, CancelGrant(transfer_id=lease.transfer_id, reason="resumed by another prefill engine"))
+        _return_tokens(lease)
+        self._leases.move(lease, prefill)
+        prefill.outstanding_tokens += lease.num_tokens
+        flow = self._out.flow(before.engine_id, sender.engine_id)
+        flow.num_live, flow.num_failed = max(0, flow.num_live - 1), flow.num_failed + 1
+        self._out.flow(prefill.engine_id, sender.engine_id).num_live += 1
+        self._out.send(
+            Redispatch(
+                transfer_id=lease.transfer_id, epoch=lease.attempt, prefill=prefill.ref,
+                first_missing=message.first_missing, reason=message.reason,
+            ),
+            lease.proxy,
+        )  # fmt: skip
 
     def leg_failed(self, sender: Engine, message: LegFailed, now: float) -> None:
         """An engine gives its own leg up."""
@@ -94,8 +151,12 @@ class Relay:
     def proxy_leg_failed(self, route: bytes, message: LegFailed, now: float) -> None:
         """The proxy saw a leg fail."""
         lease = self._lease_of_proxy(message.transfer_id, route)
-        if lease is not None:
-            self._fail_leg(lease, message, now, tell_proxy=False)
+        if lease is None:
+            return
+        if message.leg == "prefill" and message.epoch != lease.attempt:
+            self._out.count("refused", "stale")
+            return
+        self._fail_leg(lease, message, now, tell_proxy=False)
 
     def release(self, route: bytes, message: Release, now: float) -> None:
         """The proxy is done with it."""
@@ -113,8 +174,7 @@ class Relay:
                 self._wait_no_more(lease, reason)
                 self._fail_leg(lease, failed, now, tell_proxy=True)
             elif lease.prefill is engine and not lease.is_prefill_lost:
-                failed = LegFailed(transfer_id=lease.transfer_id, leg="prefill", reason=reason[:2048])
-                self._fail_leg(lease, failed, now, tell_proxy=True)
+                self._fail_leg(lease, _prefill_failed(lease, reason), now, tell_proxy=True)
 
     def expire(self, now: float) -> None:
         """End leases whose deadline has passed."""
@@ -137,7 +197,7 @@ class Relay:
         if failed.leg == "prefill":
             lease.is_prefill_lost = True
             _return_tokens(lease)
-            self._out.send_link(lease.decode.sched, failed)
+            self._out.send_link(lease.decode.sched, _prefill_failed(lease, failed.reason))
         else:
             self._out.send_link(lease.prefill.sched, failed)
             self._end(lease, _no_delivery(lease, "failed", failed.reason), now)
@@ -171,8 +231,7 @@ class Relay:
         self._out.send(message, *routes)
 
     def _wait_no_more(self, lease: Lease, reason: str) -> None:
-        failed = LegFailed(transfer_id=lease.transfer_id, leg="prefill", reason=reason[:2048])
-        self._out.send_link(lease.decode.sched, failed)
+        self._out.send_link(lease.decode.sched, _prefill_failed(lease, reason))
 
     def _lease_of(
         self, transfer_id: str, *, prefill: Engine | None = None, decode: Engine | None = None
@@ -201,6 +260,11 @@ def _return_tokens(lease: Lease) -> None:
     if not lease.is_prefill_over:
         lease.is_prefill_over = True
         lease.prefill.outstanding_tokens -= lease.num_tokens
+
+
+def _prefill_failed(lease: Lease, reason: str) -> LegFailed:
+    """Of the attempt under way."""
+    return LegFailed(transfer_id=lease.transfer_id, leg="prefill", reason=reason[:2048], epoch=lease.attempt)
 
 
 def _no_delivery(lease: Lease, outcome: Outcome, reason: str) -> Ended:

@@ -45,6 +45,7 @@ from pdxfer.wire.messages import (
     PeerReady,
     ProxyHello,
     Release,
+    Resume,
     Served,
     Stamp,
     Started,
@@ -63,7 +64,9 @@ class RouterState:
         """Draining engines that still have transfers."""
         self.out = Outbox()
         self.leases = Leases()
-        self.relay = Relay(self.leases, settings.lease_s, self.out)
+        self.relay = Relay(
+            self.leases, settings.lease_s, self.out, lambda lease, rest: self.placement.other_prefill(lease, rest)
+        )
         self.cluster = Cluster(settings, secret, self.out, self._engine_lost)
         self.placement = Placement(settings, self.cluster, self.leases, self.out, mint)
         self._attention = Attention(settings.attention_s)
@@ -138,6 +141,9 @@ class RouterState:
             self.relay.cancel_grant(engine, message)
         elif isinstance(message, LegFailed):
             self.relay.leg_failed(engine, message, self._now)
+            self._transfer_over()
+        elif isinstance(message, Resume):
+            self.relay.resume(engine, link, message)
             self._transfer_over()
         elif isinstance(message, Goodbye):
             self.cluster.remove(engine, f"goodbye: {message.reason}")

@@ -37,6 +37,8 @@ class Outcome:
     num_events: int
     num_delivered: int
     """Transfers whose KV all came over the wire."""
+    num_resumed: int
+    """Transfers that another prefill took over."""
 
 
 class Cluster:
@@ -94,6 +96,7 @@ class Cluster:
             ends=Counter(end for asked in self.proxy.asked.values() for end in asked.ends),
             faults=world.plan.counts,
             num_events=world.num_events,
+            num_resumed=sum(decode.num_resumed for decode in self.decodes),
             num_delivered=world.router.state.out.counts["ended", "delivered"],
         )
 
@@ -152,6 +155,7 @@ class Summary:
     faults: Counter[str]
     num_events: int
     num_delivered: int
+    num_resumed: int
 
 
 def explore(seeds: range, stop_after: int = 5) -> Summary:
@@ -159,12 +163,13 @@ def explore(seeds: range, stop_after: int = 5) -> Summary:
     failing: list[Outcome] = []
     ends: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    num_schedules = num_events = num_delivered = 0
+    num_schedules = num_events = num_delivered = num_resumed = 0
     for seed in seeds:
         outcome = run(seed)
         num_schedules += 1
         num_events += outcome.num_events
         num_delivered += outcome.num_delivered
+        num_resumed += outcome.num_resumed
         ends.update(outcome.ends)
         faults.update(outcome.faults)
         if outcome.problems:
@@ -173,7 +178,7 @@ def explore(seeds: range, stop_after: int = 5) -> Summary:
                 break
     return Summary(
         num_schedules=num_schedules, failing=failing, ends=ends, faults=faults, num_events=num_events,
-        num_delivered=num_delivered,
+        num_delivered=num_delivered, num_resumed=num_resumed,
     )  # fmt: skip
 
 
@@ -188,7 +193,10 @@ def main() -> int:
         print(outcome)
         return 1 if outcome.problems else 0
     found = explore(range(options.seed, options.seed + options.count))
-    print(f"{found.num_schedules} schedules, {found.num_events} events, {found.num_delivered} transfers delivered")
+    print(
+        f"{found.num_schedules} schedules, {found.num_events} events, {found.num_delivered} transfers delivered, "
+        f"{found.num_resumed} resumed"
+    )
     print(f"requests: {dict(found.ends)}\nfaults: {dict(found.faults)}")
     for outcome in found.failing:
         print(f"seed {outcome.seed}: {'; '.join(outcome.problems)}")

@@ -5,6 +5,7 @@ Messages come on IO threads; they are handed to the event loop, which owns all s
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -58,6 +59,8 @@ class FakeLink:
         self._on_message, self._on_fact = on_message, on_fact
         self._loop = asyncio.get_running_loop()
         self.incarnation = new_incarnation()
+        self.counts: Counter[str] = Counter()
+        """Totals for the heartbeats, as a real engine has them (metrics.catalog.NODE_COUNTS)."""
         self.generation = 0
         """Grants taken back so far, for the next Grant."""
         self._fingerprint: dict[str, str] = {}
@@ -78,6 +81,11 @@ class FakeLink:
         if self._router is not None:
             self._router.close("engine stops")
         self._halves.close()
+
+    @property
+    def is_connected(self) -> bool:
+        """The router is there."""
+        return self._router is not None and self._router.connected
 
     # ---- out -----------------------------------------------------------------------------------------------------
 
@@ -167,4 +175,9 @@ class FakeLink:
         return [hello]
 
     def _beat(self) -> Heartbeat:
-        return Heartbeat(incarnation=self.incarnation, wall=SYSTEM_CLOCK.wall(), free_blocks=self._cache.num_free)
+        return Heartbeat(
+            incarnation=self.incarnation,
+            wall=SYSTEM_CLOCK.wall(),
+            free_blocks=self._cache.num_free,
+            counts=dict(self.counts),
+        )

@@ -15,6 +15,7 @@ from pdxfer.wire.messages import (
     Message,
     Pair,
     Pairing,
+    Redispatch,
     Release,
     Served,
     Stamp,
@@ -30,7 +31,7 @@ class FakePairer:
         self.prefill, self.decode = prefill, decode
         self.spare: EngineRef | None = None
         """A second decode engine, for requests that avoid the first."""
-        self.on_message: Callable[[Stamp | Ended | LegFailed], None] = lambda message: None
+        self.on_message: Callable[[Stamp | Ended | LegFailed | Redispatch], None] = lambda message: None
         self.answers: deque[Answer] = deque()
         """Taken one by one before the standard answer."""
         self.is_unreachable = False

@@ -12,9 +12,12 @@ from pdxfer.testing.fake_kv import Compute, digest
 from pdxfer.testing.fake_link import FakeLink
 from pdxfer.testing.fake_sends import Background
 from pdxfer.wire.halves import Expect, Fenced, Landed, Revoke
-from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Outcome, Started
+from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Outcome, Resume, Started
 
 log = logging.getLogger(__name__)
+
+MAX_RESUMES, RESUME_SHARE = 1, 0.5
+"""As connector/receives.py has them."""
 
 
 class FakeReceives:
@@ -58,6 +61,7 @@ class FakeReceives:
             if receive.state is ReceiveState.READY:
                 await self._receive(receive, blocks, token_ids)
             num_valid = receive.num_valid if receive.block_ids else 0
+            self._link.counts["recomputed_blocks"] += len(blocks) - num_valid
             await self._compute.blocks(blocks[num_valid:], token_ids, num_valid)
             self._check(receive, blocks, token_ids)
             self._link.stamp(receive.transfer_id, "scheduled")
@@ -71,52 +75,100 @@ class FakeReceives:
         if receive is None:
             return False
         if isinstance(message, Started):
-            receive.started(message.prefill_id)
-        else:
+            if receive.resumed(message.prefill_id, message.epoch):
+                self._link.counts["resumed_transfers"] += 1
+                self._grant(receive)
+            elif message.epoch == receive.epoch:
+                receive.started(message.prefill_id)
+        elif message.leg == "decode" or message.epoch == receive.epoch:
             self._give_up(receive, f"{message.leg} leg failed: {message.reason}")
         return True
 
     def landed(self, fact: Landed) -> None:
         """All units are in place and their digests were right."""
         receive = self._receives.get(fact.transfer_id)
-        if receive is not None:
-            receive.num_units, receive.num_bytes, receive.channel = fact.num_units, fact.num_bytes, fact.channel
+        if receive is not None and fact.epoch == receive.epoch:
+            self._count(receive, fact)
+            receive.channel = fact.channel
             receive.rank_landed(fact.rank)
             self._landed[fact.transfer_id] = fact.wall
 
     def fenced(self, fact: Fenced) -> None:
         """Nothing of the grant can land any more."""
         receive = self._receives.get(fact.transfer_id)
-        if receive is not None:
+        if receive is not None and fact.epoch == receive.epoch:
+            self._count(receive, fact)
             receive.rank_fenced(fact.rank, fact.num_valid, fact.reason)
+
+    def _count(self, receive: Receive, fact: Landed | Fenced) -> None:
+        receive.num_units += fact.num_units
+        receive.num_bytes += fact.num_bytes
+        self._link.counts["received_bytes"] += fact.num_bytes
 
     # ---- one receive ---------------------------------------------------------------------------------------------
 
     async def _receive(self, receive: Receive, blocks: list[int], token_ids: list[int]) -> None:
-        """Grant the blocks and wait until all has landed, or nothing more can land."""
+        """Grant the blocks and wait until all has landed, or nothing more can land and nobody takes over."""
+        receive.granted(0, blocks)
+        receive.token_digest = digest(token_ids)
+        self._grant(receive)
+        await self._filled(receive)
+        while await self._resumed(receive):
+            await self._filled(receive)
+        if receive.state is ReceiveState.LANDED:
+            self._link.stamp(receive.transfer_id, "landed", self._landed.get(receive.transfer_id))
+            self._link.counts["received_transfers"] += 1
+            self._ended(receive, "delivered", "")
+        else:
+            log.warning("%s: %s; computing from block %d on", receive.transfer_id, receive.reason, receive.num_valid)
+            self._link.counts["failed_transfers"] += 1
+            self._ended(receive, "failed", receive.reason)
+        receive.state = ReceiveState.REPORTED
+
+    async def _filled(self, receive: Receive) -> None:
+        """Wait for the end of one attempt."""
         losses = self._link.num_losses
-        self._grant(receive, blocks, token_ids)
         await self._link.until(lambda: receive.quiet or self._link.num_losses > losses, receive.deadline)
         end = min(receive.deadline, SYSTEM_CLOCK.now() + ROUTER_LOST_S)
         if not await self._link.until(lambda: receive.quiet, end):
             self._give_up(receive, "deadline passed before all units had landed")
             await self._link.until(lambda: receive.quiet)
-        if receive.state is ReceiveState.LANDED:
-            self._link.stamp(receive.transfer_id, "landed", self._landed.get(receive.transfer_id))
-            self._ended(receive, "delivered", "")
-        else:
-            log.warning("%s: %s; computing from block %d on", receive.transfer_id, receive.reason, receive.num_valid)
-            self._ended(receive, "failed", receive.reason)
-        receive.state = ReceiveState.REPORTED
 
-    def _grant(self, receive: Receive, blocks: list[int], token_ids: list[int]) -> None:
-        receive.granted(0, blocks)
+    async def _resumed(self, receive: Receive) -> bool:
+        """Whether another prefill has taken over what is missing."""
+        now = SYSTEM_CLOCK.now()
+        left_s = receive.deadline - now
+        if not receive.is_resumable or receive.epoch > MAX_RESUMES or left_s <= 0 or not self._link.is_connected:
+            return False
+        self._cancel(receive, receive.reason)
+        receive.resume(now + RESUME_SHARE * left_s)
+        self._link.send(
+            Resume(
+                transfer_id=receive.transfer_id,
+                epoch=receive.epoch,
+                first_missing=receive.num_good,
+                num_missing_tokens=receive.num_tokens - receive.num_good * self._compute.cache.layout.block_size,
+                reason=receive.reason[:1000],
+            )
+        )
+        losses = self._link.num_losses
+        await self._link.until(
+            lambda: receive.state is not ReceiveState.RESUMING or self._link.num_losses > losses, receive.resume_by
+        )
+        if receive.state is ReceiveState.RESUMING:
+            receive.give_up("no other prefill has started in time, or the router was lost")
+        return receive.state is not ReceiveState.FENCED
+
+    def _grant(self, receive: Receive) -> None:
+        """Permission for the wire's part."""
+        assert receive.wire is not None
+        first_block, blocks = receive.wire.at, receive.block_ids[receive.wire.at :]
         self._link.tell_node(
             Expect(
                 transfer_id=receive.transfer_id,
                 epoch=receive.epoch,
                 prefill_id=receive.prefill_id,
-                first_block=0,
+                first_block=first_block,
                 block_ids=blocks,
             )
         )
@@ -126,10 +178,10 @@ class FakeReceives:
                 epoch=receive.epoch,
                 decode_id=self._engine_id,
                 decode_incarnation=self._link.incarnation,
-                first_block=0,
+                first_block=first_block,
                 block_ids=blocks,
                 num_tokens=receive.num_tokens,
-                token_digest=digest(token_ids),
+                token_digest=receive.token_digest,
                 generations=[self._link.generation],
             )
         )
@@ -146,12 +198,15 @@ class FakeReceives:
     async def _leave(self, receive: Receive, blocks: list[int]) -> None:
         """The request is over: blocks go back when nothing can land in them any more."""
         before = receive.state
-        if receive.over():
+        if before is ReceiveState.RESUMING and receive.over():
+            self._cancel(receive, "request over")
+            self._ended(receive, "aborted", "request over")
+        elif receive.over():
             self._revoke(receive, "request over")
             await self._link.until(lambda: receive.quiet)
             self._ended(receive, "aborted", receive.reason or "request over")
         elif before in (ReceiveState.WAITING, ReceiveState.READY):
-            self._link.send(CancelGrant(transfer_id=receive.transfer_id, reason="request over"))
+            self._cancel(receive, "request over")
             self._ended(receive, "aborted", "request over")
         del self._receives[receive.transfer_id]
         self._landed.pop(receive.transfer_id, None)
@@ -167,8 +222,11 @@ class FakeReceives:
             self._ended(receive, "unused", reason)
 
     def _revoke(self, receive: Receive, reason: str) -> None:
-        self._link.send(CancelGrant(transfer_id=receive.transfer_id, reason=reason[:1000]))
+        self._cancel(receive, reason)
         self._link.tell_node(Revoke(transfer_id=receive.transfer_id, epoch=receive.epoch, reason=reason[:1000]))
+
+    def _cancel(self, receive: Receive, reason: str) -> None:
+        self._link.send(CancelGrant(transfer_id=receive.transfer_id, reason=reason[:1000], epoch=receive.epoch))
 
     def _ended(self, receive: Receive, outcome: Outcome, reason: str) -> None:
         self._link.send(

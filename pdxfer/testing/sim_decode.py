@@ -11,9 +11,11 @@ from pdxfer.testing.sim_engine import BLOCK, STEP_S, SimEngine
 from pdxfer.testing.sim_receiver import SimReceiver
 from pdxfer.testing.sim_world import World
 from pdxfer.wire.halves import Fenced, Generation, Landed
-from pdxfer.wire.messages import CancelGrant, Ended, FromRouter, Grant, LegFailed, Outcome, Started
+from pdxfer.wire.messages import CancelGrant, Ended, FromRouter, Grant, LegFailed, Outcome, Resume, Started
 
 RECEIVE_S = 2.0
+MAX_RESUMES, RESUME_SHARE = 1, 0.5
+"""As connector/receives.py has them."""
 Reply = Callable[[bool], None]
 
 
@@ -38,6 +40,8 @@ class SimDecode(SimEngine):
     def __init__(self, world: World, name: str) -> None:
         self.jobs: dict[str, Job] = {}
         self.early: dict[str, Started | LegFailed] = {}
+        self.num_resumed = 0
+        """Transfers that another prefill took over."""
         super().__init__(world, name, "decode")
 
     def _begin(self) -> None:
@@ -93,7 +97,12 @@ class SimDecode(SimEngine):
         if state is ReceiveState.READY and not late:
             job.blocks = self.take(-(-job.num_tokens // BLOCK), job.owner)
             if job.blocks:
-                self._grant(job, receive)
+                receive.granted(0, list(job.blocks))
+                self._grant(receive)
+        elif state is ReceiveState.FENCED and self._resume(job, receive):
+            return False
+        elif state is ReceiveState.RESUMING and self.world.now >= receive.resume_by:
+            receive.give_up("no other prefill has started in time")
         elif state in (ReceiveState.WAITING, ReceiveState.READY, ReceiveState.GRANTED) and late:
             self._give_up(receive, "deadline")
         elif state in (ReceiveState.LANDED, ReceiveState.FENCED):
@@ -105,20 +114,39 @@ class SimDecode(SimEngine):
             self._run(job, num_valid)
         return False
 
-    def _grant(self, job: Job, receive: Receive) -> None:
-        receive.granted(0, list(job.blocks))
+    def _resume(self, job: Job, receive: Receive) -> bool:
+        """Ask for another prefill if that may help."""
+        left_s = receive.deadline - self.world.now
+        if not receive.is_resumable or receive.epoch > MAX_RESUMES or left_s <= 0:
+            return False
+        self._cancel(receive, receive.reason)
+        receive.resume(self.world.now + RESUME_SHARE * left_s)
+        self.send(
+            Resume(
+                transfer_id=receive.transfer_id, epoch=receive.epoch, first_missing=receive.num_good,
+                num_missing_tokens=receive.num_tokens - receive.num_good * BLOCK, reason=receive.reason,
+            )
+        )  # fmt: skip
+        return True
+
+    def _grant(self, receive: Receive) -> None:
+        assert receive.wire is not None
         key = (receive.transfer_id, receive.epoch)
+        first_block, blocks = receive.wire.at, receive.block_ids[receive.wire.at :]
+        self.writable |= dict.fromkeys(receive.block_ids, 0) | dict.fromkeys(blocks, receive.epoch)
         channel = self.channels[receive.prefill_id]
-        self.world.in_order((self, "worker"), self, self.receiver.expect, key, channel, list(job.blocks))
+        self.world.in_order((self, "worker"), self, self.receiver.expect, key, channel, blocks)
         self.send(
             Grant(
-                transfer_id=key[0], epoch=key[1], decode_id=self.name, decode_incarnation=self.life, first_block=0,
-                block_ids=list(job.blocks), num_tokens=job.num_tokens, token_digest=b"d", generations=[self.generation],
+                transfer_id=key[0], epoch=key[1], decode_id=self.name, decode_incarnation=self.life,
+                first_block=first_block, block_ids=blocks, num_tokens=receive.num_tokens, token_digest=b"d",
+                generations=[self.generation],
             )
         )  # fmt: skip
 
     def _run(self, job: Job, num_valid: int) -> None:
         """Compute what is missing; from now on its KV is read."""
+        self.writable |= dict.fromkeys(job.blocks, 0)
         for index in range(num_valid, len(job.blocks)):
             self.memory[job.blocks[index]] = (job.request_id, index)
         self._look(job)
@@ -152,7 +180,7 @@ class SimDecode(SimEngine):
                 self._cancel(receive, "request over")
                 self._ended(receive, "aborted")
             self._forget(leg_id, job)
-        elif before in (ReceiveState.GRANTED, ReceiveState.REVOKING):
+        elif before in (ReceiveState.GRANTED, ReceiveState.REVOKING, ReceiveState.RESUMING):
             self._cancel(receive, "request over")
             if receive.give_up("request over"):
                 self._revoke(receive)
@@ -168,8 +196,12 @@ class SimDecode(SimEngine):
         if receive is None:
             return False
         if isinstance(message, Started):
-            receive.started(message.prefill_id)
-        else:
+            if receive.resumed(message.prefill_id, message.epoch):
+                self.num_resumed += 1
+                self._grant(receive)
+            elif message.epoch == receive.epoch:
+                receive.started(message.prefill_id)
+        elif message.leg == "decode" or message.epoch == receive.epoch:
             self._give_up(receive, message.reason)
         return True
 
@@ -181,7 +213,7 @@ class SimDecode(SimEngine):
             self.generation = fact.number
             return
         receive = self._find(fact.transfer_id)
-        if receive is None:
+        if receive is None or fact.epoch != receive.epoch:
             return
         if isinstance(fact, Landed):
             receive.rank_landed(0)
@@ -199,6 +231,8 @@ class SimDecode(SimEngine):
         return next((receive for receive in jobs if receive.transfer_id == transfer_id), None)
 
     def _give_up(self, receive: Receive, reason: str) -> None:
+        if receive.state is ReceiveState.RESUMING:
+            receive.give_up(reason)
         if receive.state not in (ReceiveState.WAITING, ReceiveState.READY, ReceiveState.GRANTED):
             return
         revoke = receive.give_up(reason)
@@ -213,7 +247,7 @@ class SimDecode(SimEngine):
         self.world.in_order((self, "worker"), self, self.receiver.revoke, key, receive.reason)
 
     def _cancel(self, receive: Receive, reason: str) -> None:
-        self.send(CancelGrant(transfer_id=receive.transfer_id, reason=reason))
+        self.send(CancelGrant(transfer_id=receive.transfer_id, reason=reason, epoch=receive.epoch))
 
     def _ended(self, receive: Receive, outcome: Outcome) -> None:
         self.send(

@@ -43,6 +43,8 @@ class SimEngine(Party):
         """What a new process has."""
         self.free = list(range(NUM_BLOCKS))
         self.owner: dict[int, str] = {}
+        self.writable: dict[int, int] = {}
+        """Epoch that may write a block; 0: none may any more. Blocks that no grant named are not in it."""
         self.memory: dict[int, Content] = {}
         self.ready.clear()
         self.sched, self.worker = (f"{self.name}/{half}#{self.life}".encode() for half in ("sched", "w0"))
@@ -61,6 +63,7 @@ class SimEngine(Party):
         for block in blocks:
             if self.owner.pop(block, None) is None:
                 self.world.violated(f"{self.name}: block {block} was freed twice")
+            self.writable.pop(block, None)
             self.free.append(block)
         blocks.clear()
 
@@ -182,6 +185,11 @@ class SimChannel:
         if self.decode.owner.get(write.target) != write.transfer_id:
             owner = self.decode.owner.get(write.target, "nobody")
             self.world.violated(f"a late byte of {write.transfer_id} in block {write.target} of {owner}")
+        elif self.decode.writable.get(write.target) != write.epoch:
+            epoch = self.decode.writable.get(write.target)
+            self.world.violated(
+                f"a late byte of epoch {write.epoch} of {write.transfer_id} in a block of epoch {epoch}"
+            )
         value = write.left or source.memory.get(write.source, BAD)
         self.decode.memory[write.target] = BAD if write.is_corrupt else value
         self.world.note(f"{write.transfer_id}: unit {write.index} landed{' corrupt' if write.is_corrupt else ''}")

@@ -108,8 +108,9 @@ class SimPrefill(SimEngine):
             self._cancel(one, "there is no channel")
             self.send(LegFailed(transfer_id=send.transfer_id, leg="prefill", reason="no channel"))
             return
-        while one.num_posted < min(send.num_planned, len(grant.block_ids)):
-            source, target = one.blocks[one.num_posted], grant.block_ids[one.num_posted]
+        while one.num_posted < min(send.num_planned - grant.first_block, len(grant.block_ids)):
+            source = one.blocks[grant.first_block + one.num_posted]
+            target = grant.block_ids[one.num_posted]
             digest = self.memory.get(source, BAD)
             write = Write(send.transfer_id, grant.epoch, one.num_posted, source, target, digest, 0, False)
             one.flying.append(write)

@@ -16,6 +16,7 @@ from pdxfer.wire.messages import (
     Pair,
     Pairing,
     ProxyHello,
+    Redispatch,
     Release,
 )
 
@@ -29,6 +30,9 @@ class Asked:
     request_id: str
     num_tokens: int
     pairing: Pairing | None = None
+    prefill: SimPrefill | None = None
+    epoch: int = 0
+    """Of the prefill leg under way."""
     is_prefilling: bool = False
     decode: SimDecode | None = None
     leg_id: str = ""
@@ -98,6 +102,8 @@ class SimProxy(Party):
             self.send(ProxyHello(proxy_id="x"))
         elif isinstance(message, Pairing | Local | Busy):
             self._answered(message)
+        elif isinstance(message, Redispatch):
+            self._redispatch(message)
 
     def _answered(self, answer: Pairing | Local | Busy) -> None:
         asked = self.asked.get(answer.request_id)
@@ -106,14 +112,25 @@ class SimProxy(Party):
             if isinstance(answer, Pairing) and not is_ours:
                 self.send(Release(transfer_id=answer.transfer_id, reason="nobody waits for this pairing any more"))
         elif isinstance(answer, Pairing):
-            asked.pairing, asked.is_prefilling = answer, True
-            prefill = self.prefills[answer.prefill.engine_id]
-            self._post(asked, prefill)
+            asked.pairing = answer
+            self._post(asked, self.prefills[answer.prefill.engine_id], 1)
             self._decode(asked, self.decodes[answer.decode.engine_id], answer.transfer_id)
         elif isinstance(answer, Local):
             self._decode(asked, self.decodes[answer.decode.engine_id], "")
         else:
             self._end(asked, "busy")
+
+    def _redispatch(self, message: Redispatch) -> None:
+        """Decode has lost its prefill: another one."""
+        transfer_id = message.transfer_id
+        live = (one for one in self.asked.values() if one.pairing is not None and not one.ends)
+        asked = next((one for one in live if one.pairing and one.pairing.transfer_id == transfer_id), None)
+        if asked is None:
+            failed = LegFailed(transfer_id=transfer_id, leg="prefill", reason="request over", epoch=message.epoch)
+            self.send(failed)
+        elif message.epoch > asked.epoch:
+            self._close_prefill(asked)
+            self._post(asked, self.prefills[message.prefill.engine_id], message.epoch)
 
     def _no_answer(self, asked: Asked) -> None:
         """The router is lost or slow: a decode engine alone."""
@@ -126,16 +143,17 @@ class SimProxy(Party):
 
     # ---- legs ------------------------------------------------------------------------------------------------
 
-    def _post(self, asked: Asked, prefill: SimPrefill) -> None:
+    def _post(self, asked: Asked, prefill: SimPrefill, epoch: int) -> None:
         assert asked.pairing is not None
         transfer_id = asked.pairing.transfer_id
+        asked.prefill, asked.epoch, asked.is_prefilling = prefill, epoch, True
 
         def reply(ok: bool) -> None:
-            self.world.in_order((self, "http", transfer_id), self, self._prefilled, asked, ok)
+            self.world.in_order((self, "http", transfer_id, epoch), self, self._prefilled, asked, epoch, ok)
 
         if prefill.is_alive:
             call = (prefill.leg, asked.request_id, transfer_id, asked.num_tokens, reply)
-            self.world.in_order(("http", transfer_id), prefill, *call)
+            self.world.in_order(("http", transfer_id, epoch), prefill, *call)
             self.world.at(0.05, None, self._lost_on_the_way, prefill, prefill.life, reply)
         else:
             reply(False)
@@ -161,10 +179,12 @@ class SimProxy(Party):
             assert callable(reply)
             reply(False)
 
-    def _prefilled(self, asked: Asked, ok: bool) -> None:
+    def _prefilled(self, asked: Asked, epoch: int, ok: bool) -> None:
+        if epoch != asked.epoch:
+            return
         was_prefilling, asked.is_prefilling = asked.is_prefilling, False
         if was_prefilling and not ok and asked.pairing is not None and not asked.ends:
-            self.send(LegFailed(transfer_id=asked.pairing.transfer_id, leg="prefill", reason="reset"))
+            self.send(LegFailed(transfer_id=asked.pairing.transfer_id, leg="prefill", reason="reset", epoch=epoch))
 
     def _decoded(self, asked: Asked, leg_id: str, ok: bool) -> None:
         if asked.ends or asked.leg_id != leg_id:
@@ -191,7 +211,9 @@ class SimProxy(Party):
         """Engines notice closed connections; a leg that is still on its way is followed by its end."""
         if asked.decode is not None:
             self.world.in_order(("http", asked.leg_id), asked.decode, asked.decode.abort, asked.leg_id)
-        if asked.pairing is not None and asked.is_prefilling:
-            prefill = self.prefills[asked.pairing.prefill.engine_id]
+        self._close_prefill(asked)
+
+    def _close_prefill(self, asked: Asked) -> None:
+        if asked.pairing is not None and asked.prefill is not None and asked.is_prefilling:
             key = asked.pairing.transfer_id
-            self.world.in_order(("http", key), prefill, prefill.abort, key)
+            self.world.in_order(("http", key, asked.epoch), asked.prefill, asked.prefill.abort, key)

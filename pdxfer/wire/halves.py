@@ -95,6 +95,9 @@ class Fenced(Fact, tag="fenced", frozen=True):
     epoch: int
     num_valid: int
     reason: Text
+    num_units: int = 0
+    """Landed before, and their bytes."""
+    num_bytes: int = 0
 
 
 class Generation(Fact, tag="generation", frozen=True):

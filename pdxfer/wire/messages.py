@@ -256,6 +256,8 @@ class Started(Message, frozen=True, tag="started"):
     num_tokens: int
     prefill_id: Id = ""
     """Filled in by the router: whose nodes will write."""
+    epoch: int = 1
+    """Filled in by the router: the attempt this prefill belongs to."""
 
 
 class Grant(Message, frozen=True, tag="grant"):
@@ -284,6 +286,8 @@ class CancelGrant(Message, frozen=True, tag="cancel_grant"):
 
     transfer_id: Id
     reason: Text
+    epoch: int = 1
+    """The router drops one of an attempt that is over."""
 
 
 class LegFailed(Message, frozen=True, tag="leg_failed"):
@@ -291,6 +295,32 @@ class LegFailed(Message, frozen=True, tag="leg_failed"):
 
     transfer_id: Id
     leg: Leg
+    reason: Text
+    epoch: int = 1
+    """Of a prefill leg: the attempt it belonged to; one that is over is ignored. The router knows an engine's."""
+
+
+class Resume(Message, frozen=True, tag="resume"):
+    """decode S → R. Prefill is lost in mid-transfer and nothing of its epoch can land any more: find another one, which
+    sends from the first missing block on. Answered by its Started, or by LegFailed of this epoch."""
+
+    transfer_id: Id
+    epoch: int
+    """Of the attempt that is asked for: one more than the last."""
+    first_missing: int
+    """Index in the prompt's block table."""
+    num_missing_tokens: int
+    reason: Text
+    """Why the last attempt ended."""
+
+
+class Redispatch(Message, frozen=True, tag="redispatch"):
+    """R → P. The prefill leg of this transfer is to be sent again, to this engine; the last one is over."""
+
+    transfer_id: Id
+    epoch: int
+    prefill: EngineRef
+    first_missing: int
     reason: Text
 
 
@@ -363,6 +393,7 @@ FromMember = (
     | Grant
     | CancelGrant
     | LegFailed
+    | Resume
     | Stamp
     | Ended
     | Served
@@ -379,6 +410,7 @@ FromRouter = (
     | Grant
     | CancelGrant
     | LegFailed
+    | Redispatch
     | Stamp
     | Ended
     | Drain

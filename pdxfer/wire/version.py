@@ -2,6 +2,7 @@
 
 2026-11-29: version 1, first release.
 2026-11-29: version 2, a Grant names its generations.
+2026-11-29: version 3, Resume and Redispatch; Started, CancelGrant and LegFailed name their epoch.
 """
 
 from typing import Generic, TypeVar
@@ -10,7 +11,7 @@ import msgspec
 
 from pdxfer.core.errors import ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 2 << 20
 """Bound of one control message: a Grant for a million tokens in blocks of 16 is below 0.4 MiB."""
 
