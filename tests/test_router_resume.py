@@ -2,6 +2,7 @@
 
 from test_router_state import PROXY, World, ended, grant, one_pair, sched, worker
 
+from pdxfer.router.events import Unreachable
 from pdxfer.wire.messages import CancelGrant, Grant, LegFailed, Redispatch, Resume, Started
 
 
@@ -87,9 +88,7 @@ def test_a_short_rest_is_not_worth_another_prefill() -> None:
 
 def test_a_suspect_prefill_is_not_asked_to_take_over() -> None:
     world = two_prefills()
-    world.tick(1.4)
-    world.beat("d0", "p0")
-    world.tick(0.3)
+    world.act(world.state.handle(Unreachable(sched("p1")), world.now))
     assert world.kinds[-1] == "suspect"
     world.say(sched("d0"), resume())
     assert world.to(sched("d0"), LegFailed) and not world.to(PROXY, Redispatch)
