@@ -6,7 +6,8 @@ import pytest
 
 from pdxfer.codec import native, planes, rans
 
-KINDS = ("numba", "v1", "v3", "v4")
+KINDS = (pytest.param("numba", marks=pytest.mark.slow), "v1", "v3", "v4")
+"""numba compiles for half a minute first."""
 
 
 def use(kind: str, patch: pytest.MonkeyPatch) -> bool:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need (into .venv, and with apt where they need a system package), then runs one tier.
-#   tests/run.sh fast   lint, types, import contracts, all tests without vLLM; one to three minutes once installed
+#   tests/run.sh fast   lint, types, import contracts, the quick tests without vLLM; a minute once installed
 #   tests/run.sh        what CI runs: fast, then every kind of case on real vLLM engines at reduced counts
 #   tests/run.sh full   the counts of the promises: long soaks and many prompts; takes hours, run before a release
 set -euo pipefail
@@ -46,16 +46,20 @@ fi
 python=$venv/bin/python
 export PATH="$venv/bin:$PATH" HF_HUB_OFFLINE=1 PDXFER_TIER=$tier
 
-step "lint, types, import contracts"
-ruff check .
-mypy
-lint-imports
+check() {
+  ruff check . && mypy && lint-imports
+}
 
-if [ "$tier" = fast ]; then
-  step "tests without vLLM"
-  "$python" -m pytest -m "not vllm and not full and not slow" tests
-  exit 0
+if [ "$tier" = fast ]; then  # side by side: the tests keep one core busy
+  step "lint, types, import contracts; quick tests without vLLM"
+  check &
+  checking=$! status=0
+  "$python" -m pytest -m "not vllm and not full and not slow" tests || status=$?
+  wait "$checking" || status=$?
+  exit "$status"
 fi
+step "lint, types, import contracts"
+check
 step "demo model"
 pdxfer model demo >/dev/null
 failed=0  # one tier's failures do not hide the next one's

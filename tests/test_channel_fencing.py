@@ -32,7 +32,10 @@ def late_bytes(*arguments: str, **environment: str) -> int:
     return int(json.loads(done.stdout.splitlines()[-1])["late_bytes"])
 
 
-@pytest.mark.parametrize("kind", ["tcp", "local", pytest.param("nixl", marks=needs_nixl)])
+@pytest.mark.parametrize(
+    "kind",
+    ["tcp", pytest.param("local", marks=pytest.mark.slow), pytest.param("nixl", marks=[*needs_nixl, pytest.mark.slow])],
+)
 def test_no_byte_lands_after_a_fence(kind: str) -> None:
     assert late_bytes(kind, "fence") == 0
 

@@ -217,7 +217,7 @@ def test_an_engine_that_dies_at_start_is_one_line_and_exit_code_1() -> None:
         assert cluster.process.wait(DEADLINE_S) == 1
 
 
-@pytest.mark.parametrize("role", ["router", "proxy", "prefill"])
+@pytest.mark.parametrize("role", ["router", *(pytest.param(r, marks=pytest.mark.slow) for r in ("proxy", "prefill"))])
 def test_each_role_runs_alone_and_leaves_at_sigterm(role: str) -> None:
     """Exit code 0 after SIGTERM, also without the others."""
     port, controller = free_ports(2)

@@ -67,6 +67,7 @@ class TestUncalibrated(CodecSuite):
         return np.broadcast_to(per_plane[:, None, None, None], plan.shape).reshape(spec.shape)
 
 
+@pytest.mark.slow
 class TestUncalibratedInNumba(TestUncalibrated):
     """The same without the C library: the same golden frames too."""
 

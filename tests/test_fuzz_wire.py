@@ -191,6 +191,7 @@ FIELDS = st.sampled_from(
 TRANSFER = {"transfer_id": "t-0123456789abcdef", "deadline_s": 1.0}
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.sampled_from(["completions", "chat"]), st.dictionaries(FIELDS | st.text(max_size=8), JSON, max_size=8))
 def test_bodies_are_refused_with_400_or_written_for_both_legs(endpoint: Any, fields: dict[str, Any]) -> None:

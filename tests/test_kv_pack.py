@@ -68,6 +68,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("isa", "dtype", "block_size"), REAL)
 def test_vllms_own_write_agrees(isa: str, dtype: str, block_size: int) -> None:
     """The canary on the real operator passes for what we know, and for nothing else."""

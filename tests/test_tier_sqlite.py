@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from pdxfer.store.base import Tier
 from pdxfer.store.sqlite_tier import SqliteTier
 from pdxfer.testing.fake_clock import FakeClock
@@ -9,6 +11,7 @@ from pdxfer.testing.tier_kit import MIB, Wanted
 from pdxfer.testing.tier_suite import TierSuite
 
 
+@pytest.mark.slow
 class TestSqliteTier(TierSuite):
     survives_restart = True
     capacity_bytes = 24 * MIB

@@ -70,6 +70,7 @@ def test_commands_run_outside_the_repository(bin_dir: Path, tmp_path: Path) -> N
     assert str(bin_dir / "python") in plan and str(ROOT / "pdxfer") not in plan
 
 
+@pytest.mark.slow
 def test_vllm_finds_the_plugin_of_the_installed_package(bin_dir: Path, tmp_path: Path) -> None:
     """The entry point by which `"kv_connector": "PdxferConnector"` works without a module path."""
     code = (
