@@ -89,6 +89,7 @@ class LocalEndpoint(StreamEndpoint):
         except OSError as error:
             raise ConfigError(f"the local channel needs Linux (abstract Unix sockets, /proc): {error}") from error
         super().__init__(options, me, region, sink, server)
+        region.use_huge_pages()
         self._helper = ThreadPoolExecutor(1, "pdxfer-local-copy", initializer=unpin_current_thread)
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(8), 8)
         self.start()

@@ -179,4 +179,4 @@ def _hugepages() -> Finding:
     except (OSError, StopIteration, ValueError):
         return ok("hugepages", "the kernel does not tell")
     mode = transparent[transparent.find("[") + 1 : transparent.find("]")]
-    return ok("hugepages", f"{total} reserved, transparent: {mode} (neither is needed)")
+    return ok("hugepages", f"{total} reserved (none needed), transparent: {mode} (local asks for them)")
