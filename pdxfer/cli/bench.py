@@ -8,7 +8,7 @@ import typer
 from pdxfer.cli.options import new_app
 from pdxfer.core.errors import ConfigError
 
-BENCHES = ("chaos", "codec", "reuse", "router", "store", "transfer", "ttft")
+BENCHES = ("chaos", "codec", "reuse", "router", "store", "transfer", "ttft", "wire")
 app = new_app()
 
 
@@ -18,11 +18,11 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="chaos, codec, reuse, router, store, transfer or ttft; `bench NAME --help` has its options."
+            help="chaos, codec, reuse, router, store, transfer, ttft or wire; `bench NAME --help` has its options."
         ),
     ],
 ) -> None:
-    """Measure codecs, reuse, router, store, transfer or time to first token; or break a cluster (chaos).
+    """Measure codecs, reuse, router, store, transfer, time to first token, codecs on the wire; break a cluster (chaos).
 
     Example: pdxfer bench ttft --lens 1000,3500 --reps 5
     """

@@ -271,7 +271,15 @@ class Receiver:
         assert self._staging is not None
         if incoming is None:
             return
-        credit = Credit(transfer_id=key[0], epoch=key[1], num_slots=num_slots, slot_bytes=self._staging.slot_bytes)
+        codec, rate = self._staging.last_decoded
+        credit = Credit(
+            transfer_id=key[0],
+            epoch=key[1],
+            num_slots=num_slots,
+            slot_bytes=self._staging.slot_bytes,
+            codec=codec,
+            decode_bytes_per_s=rate,
+        )
         for peer in self._peers_of(incoming):
             for endpoint in self._endpoints:
                 if endpoint.kind in STAGED:

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from pdxfer.codec.frame import FrameError
+from pdxfer.core.clock import Clock
 from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
@@ -48,8 +49,10 @@ class _Job:
 class Staging:
     """The ring of one decode rank and its workers."""
 
-    def __init__(self, settings: WireSettings, frames: WireFrames, region: Region, chunk_blocks: int) -> None:
-        self._frames, self._region = frames, region
+    def __init__(
+        self, settings: WireSettings, frames: WireFrames, region: Region, chunk_blocks: int, clock: Clock
+    ) -> None:
+        self._frames, self._region, self._clock = frames, region, clock
         layout = region.layout
         self.slot_bytes = chunk_blocks * layout.num_layers * layout.block_bytes
         """A frame of the largest unit that is smaller than the unit itself."""
@@ -67,6 +70,8 @@ class Staging:
         self._threads = [
             threading.Thread(target=self._run, name=f"pdxfer-staging-{i}", daemon=True) for i in range(settings.workers)
         ]
+        self.last_decoded = ("", 0.0)
+        """Codec, and raw bytes a second with decoding and scattering, of the newest frame: senders choose by it."""
         self.num_frames = 0
         """Units that were decoded into their blocks."""
         self.num_bad = 0
@@ -142,8 +147,9 @@ class Staging:
         """Decode and scatter one frame; returns why not."""
         start = job.slot * self.slot_bytes
         frame = self._memory[start : start + job.header.frame_bytes].data
+        start_s = self._clock.now()
         try:
-            raw = self._frames.decode(frame, job.header)
+            raw, codec = self._frames.decode(frame, job.header)
         except FrameError as error:
             self.num_bad += 1
             return f"bad frame: {error}"
@@ -152,7 +158,9 @@ class Staging:
             log.exception("frame of %s: please report this", job.header.transfer_id)
             self.num_bad += 1
             return f"bad frame: {type(error).__name__}: {error}"
-        return self._scatter(_key(job.header), job.runs, raw)
+        problem = self._scatter(_key(job.header), job.runs, raw)
+        self.last_decoded = (codec, raw.nbytes / max(1e-9, self._clock.now() - start_s))
+        return problem
 
     def _scatter(self, key: Key, runs: Runs, raw: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> str:
         with self._changed:

@@ -49,7 +49,7 @@ class Wire:
         self._rates: dict[str, Rates] = {}
         self._counts = WireCounts()
         self._is_on = True
-        self.staging = Staging(settings, self._frames, region, chunk_blocks)
+        self.staging = Staging(settings, self._frames, region, chunk_blocks, clock)
         self._measuring = threading.Thread(target=self._measure, name="pdxfer-wire-rates", daemon=True)
         if not self._fixed:
             self._measuring.start()

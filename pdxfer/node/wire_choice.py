@@ -1,17 +1,24 @@
 """Which codec, if any, makes one unit arrive soonest: measured rates in, a name out. Pure; one a peer.
 
-A unit costs `encode + send + decode` when nothing waits behind it, and the slowest of the three when more follow, since
-the stages overlap. Raw costs the sending alone. A codec must win by MARGIN: a tie goes to the bytes as they are, and
-on a link faster than the codecs everything does.
+A unit costs `encode + send + decode` when nothing waits behind it; when more follow the stages overlap, but for a part
+SHARED, since they compete for the same cores. Raw costs the sending alone. A codec must win by MARGIN: a tie goes to
+the bytes as they are, and on a link faster than the codecs everything does. If even the best choice cannot bring the
+rest of a prompt before its deadline, or takes much longer than computing it, it is better computed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pdxfer.node.wire_settings import split
 
 RAW = "raw"
 MARGIN = 0.9
 """A codec is used if it takes at most so much of raw's time."""
+SHARED = 0.5
+"""Part of the overlapping stages that is paid all the same."""
 SMOOTHING = 0.3
 """Weight of the newest measurement."""
+FORGETTING = 0.02
+"""A codec that is not used drifts back to its first rates by this part a unit, so that it is tried again."""
 MIN_BYTES = 64 << 10
 """Smaller units stay raw: their cost is not their bytes."""
 MIN_SAMPLE_BYTES, MIN_SAMPLE_S = 256 << 10, 0.002
@@ -27,6 +34,16 @@ class Rates:
     encode: float
     """Raw bytes a second; also of decode."""
     decode: float
+    first: tuple[float, float] = field(init=False)
+    """Both, as measured at the start."""
+
+    def __post_init__(self) -> None:
+        self.first = (self.encode, self.decode)
+
+    def forget(self) -> None:
+        """Drift back: what made it slow may be over."""
+        self.encode += FORGETTING * (self.first[0] - self.encode)
+        self.decode += FORGETTING * (self.first[1] - self.decode)
 
 
 class LinkRate:
@@ -92,6 +109,9 @@ class Chooser:
             took = self.seconds(rates, num_bytes, is_last)
             if took < limit:
                 best, limit = entry, MARGIN * took
+        for entry in allowed:
+            if entry != best and entry in self._rates:
+                self._rates[entry].forget()
         return best
 
     def seconds(self, rates: Rates, num_bytes: int, is_last: bool) -> float:
@@ -101,7 +121,8 @@ class Chooser:
             num_bytes / rates.ratio / self.link.bytes_per_s,
             num_bytes / rates.decode,
         )
-        return sum(steps) if is_last else max(steps)
+        slowest = max(steps)
+        return slowest + (sum(steps) - slowest) * (1.0 if is_last else SHARED)
 
     def encoded(self, entry: str, num_bytes: int, frame_bytes: int, elapsed_s: float) -> None:
         """A frame was made: what it cost and what it saved."""
@@ -110,6 +131,12 @@ class Chooser:
             return
         rates.encode += SMOOTHING * (num_bytes / elapsed_s - rates.encode)
         rates.ratio += SMOOTHING * (num_bytes / frame_bytes - rates.ratio)
+
+    def decoded(self, codec: str, bytes_per_s: float) -> None:
+        """How fast the peer has decoded a frame of this codec, at whatever level."""
+        for entry, rates in self._rates.items():
+            if bytes_per_s > 0 and split(entry)[0] == codec:
+                rates.decode += SMOOTHING * (bytes_per_s - rates.decode)
 
     def forbid(self, entry: str) -> None:
         """Never again towards this peer: it cannot be made here, or was not understood there."""

@@ -48,8 +48,8 @@ class WireFrames:
             spec, values = form.spec(num_tokens, first), form.unpack(raw, num_tokens)
         return tuple(encode_frame(values, spec, codec, key_of(unit), self._identity, num_tokens))
 
-    def decode(self, frame: memoryview, unit: UnitHeader) -> Bytes:
-        """The unit's bytes in canonical order, in memory of their own. Raises FrameError."""
+    def decode(self, frame: memoryview, unit: UnitHeader) -> tuple[Bytes, str]:
+        """The unit's bytes in canonical order, in memory of their own, and the codec. Raises FrameError."""
         header, payload = open_frame(frame, key_of(unit), self._identity)
         if header.codec not in self._taken:
             raise FrameError(f"codec {header.codec} is not allowed here: see codec.allow; {sorted(self._taken)} are")
@@ -64,7 +64,7 @@ class WireFrames:
             _check(header, form.spec(num_tokens, header.first_token))
         out = np.empty(header.raw_bytes, dtype=np.uint8)
         self._settings.codecs.of(header).decode(payload, header, out)
-        return out if form is None else form.pack(out, num_tokens)
+        return (out if form is None else form.pack(out, num_tokens)), header.codec
 
     def _form(self, num_layers: int) -> ChunkForm:
         if self._settings.forms is None:

@@ -59,6 +59,7 @@ class WireSender:
         key = (credit.transfer_id, credit.epoch)
         held = self._credits.setdefault(key, _Credits(0, credit.slot_bytes))
         held.num_slots += credit.num_slots
+        self._chooser.decoded(credit.codec, credit.decode_bytes_per_s)
         while len(self._credits) > MAX_TRANSFERS:
             self._credits.popitem(last=False)
 

@@ -19,6 +19,8 @@ from pdxfer.testing.fake_compute import KvError
 from pdxfer.testing.fake_model import pack
 from pdxfer.testing.fake_store import FakeStore
 
+SAMPLE = 13
+"""Where a lossy codec was on the way, one value in so many is looked at."""
 NEAR = 0.05
 """Largest mean error of KV that a lossy codec has touched, in parts of the mean value."""
 
@@ -104,9 +106,10 @@ class FakeCache:
 
     def _is_right(self, found: "np.ndarray[tuple[int], np.dtype[np.uint16]]", seed: bytes, layer: int) -> bool:
         wanted = self._values(seed, layer)
-        if np.array_equal(found, wanted) or self._is_exact:
+        if self._is_exact:
             return bool(np.array_equal(found, wanted))
-        values = [to_float(words.view(np.uint8), "bfloat16") for words in (found, wanted)]
+        samples = (np.ascontiguousarray(words[::SAMPLE]) for words in (found, wanted))
+        values = [to_float(words.view(np.uint8), "bfloat16") for words in samples]
         return bool(np.abs(values[0] - values[1]).mean() <= NEAR * np.abs(values[1]).mean())
 
     def _values(self, seed: bytes, layer: int) -> "np.ndarray[tuple[int], np.dtype[np.uint16]]":

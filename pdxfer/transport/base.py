@@ -107,6 +107,10 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
     epoch: int
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+    codec: Id = ""
+    """Of the frame that was decoded last..."""
+    decode_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """...and how fast it went here, in raw bytes; 0: nothing was."""
 
 
 Control = Abort | Drained | UnitFailed | Credit
