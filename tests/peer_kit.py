@@ -10,7 +10,7 @@ from typing import TypeVar
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ChannelError, PdxferError
-from pdxfer.store.base import Outcome
+from pdxfer.store.base import Outcome, Tier
 from pdxfer.store.open import open_tiers
 from pdxfer.store.peer import wire
 from pdxfer.store.peer.links import Links
@@ -38,12 +38,16 @@ def peer_id(name: str, incarnation: int = 1) -> PeerId:
 class Peer:
     """Another node: its store on a thread of its own, served."""
 
-    def __init__(self, name: str = "peer", capacity_bytes: int = 64 * MIB, incarnation: int = 1) -> None:
+    def __init__(
+        self, name: str = "peer", capacity_bytes: int = 64 * MIB, incarnation: int = 1, made: Tier | None = None
+    ) -> None:
+        """`made`: a tier instead of memory of its own."""
         tier = TierConfig(url="dram:", capacity_gib=capacity_bytes / (1 << 30), options={"populate": "false"})
         config = StoreConfig(enabled=True, tiers=[tier])
 
         async def make() -> TieredStore:
-            return TieredStore(await open_tiers(config, SYSTEM_CLOCK), config, bytes(16))
+            tiers = [made] if made is not None else await open_tiers(config, SYSTEM_CLOCK)
+            return TieredStore(tiers, config, bytes(16))
 
         self.id = peer_id(name, incarnation)
         self.thread = StoreThread(make)
@@ -83,6 +87,11 @@ class Peer:
                 store.events.flush()
 
         await self.ask(run)
+
+    async def held(self, *keys: bytes) -> list[bool]:
+        """Which its memory has."""
+        found = await self.ask(lambda store: store.slots[0].tier.lookup(keys, soon()))
+        return [entry is not None for entry in found]
 
     async def leases(self) -> int:
         async def run(store: TieredStore) -> int:

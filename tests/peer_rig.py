@@ -68,6 +68,15 @@ class Store:
 
         return self(run)  # type: ignore[no-any-return]
 
+    def tenants(self, tier: str, keys: Sequence[bytes]) -> list[str]:
+        """Whose they are, as the tier says."""
+
+        async def run(store: TieredStore) -> list[str]:
+            [slot] = [slot for slot in store.slots if slot.name == tier]
+            return [entry.tenant for entry in await slot.tier.lookup(keys, store.clock.now() + 10) if entry is not None]
+
+        return self(run)  # type: ignore[no-any-return]
+
     def read(self, key: bytes) -> tuple[bytes, str] | None:
         """A chunk's bytes and the tier it came from."""
 

@@ -71,6 +71,7 @@ def test_values_move_and_are_copied_between_nodes_both_ways(cluster: Cluster) ->
     moved = cluster.post("move", **there, to_tier="dram")
     assert (moved["done"], moved["removed"]) == (4, 4)
     assert (a.held("dram", KEYS), b.held("dram", KEYS)) == (NONE, ALL)
+    assert b.tenants("dram", KEYS) == ["t"] * 4
     again = cluster.post("move", **there, to_tier="dram")
     assert (again["already"], again["removed"], again["failed"]) == (4, 0, {})
     back = cluster.post("move", from_engine="b", engines=["a"], tier="disk", everything=True, to_tier="disk")

@@ -17,9 +17,11 @@ from pdxfer.store.events import Batch
 from pdxfer.store.open import open_tier
 from pdxfer.store.peer import service
 from pdxfer.store.peer.links import Links
+from pdxfer.store.peer.session import PeerSession
 from pdxfer.store.peer.tier import PeerTier
 from pdxfer.store.tiered import TieredStore
 from pdxfer.testing.fake_clock import FakeClock
+from pdxfer.testing.memory_tier import MemoryTier
 from pdxfer.testing.tier_kit import MIB, Wanted, key_of, until, value_of
 
 
@@ -255,10 +257,36 @@ async def test_nothing_is_put_and_a_delete_only_forgets() -> None:
             assert await tier.reserve(OTHER, 1, soon()) is Outcome.TOO_LARGE
             assert await tier.delete([KEY, OTHER], soon()) == 1
             assert await tier.lookup([KEY], soon()) == [None]
-            found = await peer.ask(lambda store: store.slots[0].tier.lookup([KEY], soon()))
-            assert found[0] is not None
+            assert await peer.held(KEY) == [True]
 
 
 async def test_without_a_router_there_are_no_peers() -> None:
     with pytest.raises(ConfigError, match="router"):
         await open_tier(TierConfig(url="peer:"), SYSTEM_CLOCK)
+
+
+async def test_memory_that_engines_share_is_not_emptied_by_a_move() -> None:
+    """Who takes the values over may be reading the same memory: they stay, and the mover is told."""
+    shared = MemoryTier(TierConfig(url="dram:"))  # of kind dram, and not this process's arena: shared, to the store
+    peer = await asyncio.to_thread(Peer, "peer", 64 * MIB, 1, shared)
+    try:
+        await peer.put(KEY, b"value")
+        async with reading(peer.node) as (_, [link]):
+            said = await link.server.run(lambda session: PeerSession.of(session).moved([KEY, OTHER], ""), soon())
+            assert said == ["kept_shared", "absent"]
+            assert await peer.held(KEY) == [True]
+    finally:
+        await asyncio.to_thread(peer.close)
+
+
+async def test_a_listing_is_paged_and_a_lookup_knows_sizes() -> None:
+    """What a move of everything asks for."""
+    keys = sorted(key_of(number) for number in range(10))
+    async with peers() as [peer]:
+        for number, key in enumerate(keys):
+            await peer.put(key, bytes(number))
+        async with reading(peer.node) as (_, [link]):
+            page = await link.server.run(lambda session: session.scan(keys[2], 5, soon()), soon())
+            assert [(entry.key, entry.num_bytes) for entry in page] == list(zip(keys[3:8], range(3, 8), strict=True))
+            found = await link.server.run(lambda session: session.lookup([keys[9], OTHER], soon()), soon())
+            assert found[0] is not None and found[0].num_bytes == 9 and found[1] is None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from router_kit import FINGERPRINT, make_hello, make_pair, make_worker_hello
 
@@ -31,6 +32,7 @@ from pdxfer.wire.messages import (
     Role,
     Stamp,
     Started,
+    StoreAddress,
 )
 
 PROXY = b"proxy/x#1"
@@ -289,6 +291,21 @@ def test_peers_are_nodes_of_the_same_rank_and_other_role_with_one_secret() -> No
     world.tick(0.1)
     assert [node.engine_id for node in world.to(worker("p0"), Peers)[1].nodes] == ["d0"]
     assert len(world.to(worker("d0"), Peers)) == 1
+
+
+def test_stores_are_told_to_all_nodes_of_the_same_kind_and_rank_whatever_their_roles() -> None:
+    """Not to engines whose KV is another's, and not of nodes that serve nothing."""
+    world = World()
+    for name, changes in (("p0", {}), ("p1", {}), ("p2", {"fingerprint": {"model": "other"}}), ("p3", {})):
+        world.join(name, "prefill", **changes)
+        if name != "p3":
+            address = StoreAddress(host="h", port=5600)
+            world.say(worker(name), msgspec.structs.replace(make_worker_hello(name), store=address))
+    world.tick()
+    told = {
+        name: [node.engine_id for node in world.to(worker(name), Peers)[-1].stores] for name in ("p0", "p1", "p2", "p3")
+    }
+    assert told == {"p0": ["p0", "p1"], "p1": ["p0", "p1"], "p2": ["p2"], "p3": ["p0", "p1"]}
 
 
 def test_engines_for_both_roles_pair_with_each_other_but_not_with_themselves() -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from pdxfer.config.store import TierConfig
-from pdxfer.core.clock import Clock
+from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.store.base import Buffer, Entry, Outcome, Reservation, TierStats
 from pdxfer.store.lease import PooledBuffer
 from pdxfer.store.peer.links import Link, Links
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 STALE = "stale"
 """A failure's reason: the peer has the value no more."""
+MARGIN_S = 0.1
+"""A peer that does not answer is given up so long before the deadline: it is that peer's failure, not the tier's."""
 MAX_ASKED = 2
 """Peers that one get asks."""
 
@@ -88,6 +90,7 @@ class PeerTier(RemoteTier):
 
     async def _get(self, key: bytes, deadline: float) -> PooledBuffer | None:
         end = self._end(deadline)
+        end -= min(MARGIN_S, (end - SYSTEM_CLOCK.now()) / 4)
         lend = self._lender(end)
         for link in self._holders(key)[:MAX_ASKED]:
             try:
