@@ -13,7 +13,10 @@ from pdxfer.store import shared_link
 from pdxfer.store.base import Outcome, Tier
 from pdxfer.store.dram import DramTier
 from pdxfer.store.server import StoreServer, shared_segment
+from pdxfer.store.server_session import Session
 from pdxfer.store.shared import SharedDramTier
+from pdxfer.store.shared_wire import Answer
+from pdxfer.store.slot import TierSlot
 from pdxfer.testing.fake_clock import FakeClock
 from pdxfer.testing.tier_kit import MIB, Opened, Wanted, closing, key_of, until, value_of
 from pdxfer.testing.tier_suite import TierSuite
@@ -228,3 +231,39 @@ async def test_a_path_too_long_for_a_socket_says_so(tmp_path: Path) -> None:
         async with host:
             pass
     await host.server.close()
+
+
+async def test_in_a_store_its_calls_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the deadline while the store process is silent, at once when it has gone; then it is not asked any more. What
+    was cancelled, or answered too late, is given back."""
+    async with Host(tmp_path) as host:
+        engine = await host.engine()
+        slot = TierSlot("dram", engine.tier, TierConfig(url=f"shm:{host.path}"), host.clock)
+        async with closing(engine.tier):
+            assert await slot.put(key_of("a"), [value_of("a", MIB)], engine.soon) is Outcome.STORED
+            calls = [
+                asyncio.ensure_future(slot.reserve(key_of("b"), MIB, engine.soon)),
+                asyncio.ensure_future(slot.get(key_of("a"), engine.soon)),
+            ]
+            await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+            await host.lent(0, 0)
+            with monkeypatch.context() as silent:
+                answers: list[tuple[Session, Answer]] = []
+                silent.setattr(Session, "_answer", lambda session, answer: answers.append((session, answer)))
+                soon = host.clock.now() + 0.02
+                assert await slot.reserve(key_of("b"), MIB, soon) is Outcome.LATE
+                assert await slot.get(key_of("a"), soon) is None
+            for session, answer in answers:
+                session._answer(answer)
+            await host.lent(0, 0)
+            assert slot.strays == 0 and slot.readable
+            await host.server.close()
+            await until(lambda: not engine.tier.stats().reachable, "the engine to notice")
+            for _ in range(3):
+                assert slot.readable
+                assert await slot.lookup([key_of("a")], engine.soon) == [None]
+            assert not slot.readable

@@ -14,7 +14,7 @@ import xxhash
 
 ALIGNMENT = 4096
 """Of offsets, lengths and addresses under O_DIRECT: the largest logical block size of disks in use."""
-_STAGE_BYTES = 1 << 19
+_STAGE_BYTES = 1 << 20
 NOTHING = memoryview(b"")
 
 _REASONS = {

@@ -18,9 +18,11 @@ from pdxfer.store.base import KEY_BYTES, Buffer, Entry, EvictionNotices, Lease, 
 from pdxfer.store.dram import DramTier
 from pdxfer.store.policy import Breaker, BreakerState, SecondSight
 from pdxfer.store.shadow import Shadow, ShadowLease
+from pdxfer.store.shared import SharedDramTier
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+R = TypeVar("R")
 
 IN_MEMORY = frozenset({"dram", "gpu"})
 """Kinds whose values are read and written in place."""
@@ -62,6 +64,8 @@ class TierSlot:
         """Memory of this process: calls end by themselves, mostly at once."""
         self.shared = self.in_memory and not self.direct
         """Other processes write here, too: what they add is learnt by listing."""
+        self._punctual = isinstance(tier, SharedDramTier)
+        """Its calls end by themselves, at their deadline."""
         self._notices = tier if isinstance(tier, EvictionNotices) else None
         self._clock = clock
         self.reads, self.writes = Breaker(), Breaker()
@@ -218,6 +222,8 @@ class TierSlot:
             return None
         if self.direct:
             return await self._trusted(work, until)
+        if self._punctual:
+            return self._judged(await self._trusted(work, until), breaker)
         task = asyncio.ensure_future(work(until))
         try:
             await asyncio.wait((task,), timeout=budget + GRACE_S)
@@ -233,7 +239,8 @@ class TierSlot:
         return self._result(task, breaker)
 
     async def _trusted(self, work: Callable[[float], Awaitable[T]], until: float) -> T | None:
-        """The call without a task and a timer around it (they cost 100 us): our own memory does not hang."""
+        """The call without a task and a timer around it (they cost 100 us): our own memory does not hang, and the link
+        to the store process has a timer of its own."""
         try:
             return await work(until)
         except Exception as error:  # a bug of ours must not end a request
@@ -249,7 +256,10 @@ class TierSlot:
             log.error("store: tier %s raised %r; treated as a miss", self.name, error)
             self._failed(breaker, "it raised")
             return None
-        result = task.result()
+        return self._judged(task.result(), breaker)
+
+    def _judged(self, result: R, breaker: Breaker) -> R:
+        """The result, after the breaker has heard of it."""
         if result is Outcome.FAILED or not self.tier.stats().reachable:
             self._failed(breaker, "its server or medium does not answer")
         else:
