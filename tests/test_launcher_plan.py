@@ -1,6 +1,7 @@
 """Launcher plan: which processes a configuration becomes, where engines go, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,16 @@ def test_models_are_found_or_refused_in_one_line(tmp_path: Path) -> None:
 def test_the_cause_of_a_death_is_the_error_that_is_no_pointer(lines: list[str], cause: str) -> None:
     """vLLM's last error only points to an earlier one."""
     assert find_cause(lines) == cause
+
+
+def test_a_gpu_without_a_channel_for_its_memory_is_refused_before_anything_starts() -> None:
+    """One line that says what to install or set; CPU engines and the fakes are not concerned."""
+    gpu = Machine(cpus=(0, 1), gpus=(0, 1), has_nixl=False, hostname="h")
+    with pytest.raises(ConfigError, match=r"engine p0 on GPU 0: KV is in GPU memory.*pip install 'pdxfer\[nixl\]'"):
+        plan_all(inputs("transport.channels=[nixl, tcp]", machine=gpu))
+    with pytest.raises(ConfigError, match=r"local: reaches host memory only; tcp.*add nixl to it"):
+        plan_all(inputs("transport.channels=[local, tcp]", machine=replace(gpu, has_nixl=True)))
+    assert plan_all(inputs("transport.channels=[nixl, tcp]", machine=replace(gpu, has_nixl=True)))
+    assert plan_all(inputs("transport.channels=[tcp, 'mine:Endpoint']", machine=gpu)), "a plug-in is believed"
+    assert plan_all(inputs("transport.channels=[nixl, tcp]", "engine.kind=fake", machine=gpu))
+    assert plan_all(inputs("transport.channels=[nixl, tcp]", machine=replace(gpu, gpus=())))

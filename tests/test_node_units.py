@@ -3,19 +3,32 @@
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
+from router_kit import wait_until
 
 from pdxfer.core.clock import SYSTEM_CLOCK
-from pdxfer.core.errors import ChannelError
+from pdxfer.core.errors import ChannelError, ConfigError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.region import Region
 from pdxfer.node.lane import Lane, Report
+from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.plan import Area, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender
-from pdxfer.transport.base import Control, Drained, OutgoingUnit, PeerId, UnitHeader, UnitResult
-from pdxfer.wire.halves import Expect, Fenced, Generation, Landed, ToScheduler
+from pdxfer.transport.base import Control, Drained, Endpoint, OutgoingUnit, PeerId, UnitHeader, UnitResult
+from pdxfer.transport.kinds import endpoint_factories
+from pdxfer.wire.halves import (
+    Expect,
+    Fenced,
+    Generation,
+    Landed,
+    SchedulerEnd,
+    ToScheduler,
+    Welcome,
+    socket_path,
+)
 from pdxfer.wire.messages import Grant
 
 LAYERS, BLOCK_BYTES, BLOCKS = 3, 64, 32
@@ -443,3 +456,31 @@ def test_a_peer_that_pushes_is_fenced_unless_it_drains() -> None:
         assert isinstance(facts[0], Fenced) and nixl.fenced == [P0]
     finally:
         receiver.close()
+
+
+def test_device_memory_without_a_channel_for_it_ends_the_start_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread is started, no socket opened. Without a router nobody would send, so a store node starts."""
+    monkeypatch.setattr("pdxfer.node.node.is_nixl_installed", lambda: False)
+    region = Region(msgspec.structs.replace(Kv(1).region.layout, memory="VRAM"))
+    settings = NodeSettings(engine_id="p0", rank=0, halves_path="ipc:///nowhere", router="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="KV is in GPU memory.*nixl: NIXL is not installed; tcp: reaches host"):
+        Node(settings, region, {}, endpoint_factories(["nixl", "tcp"]))
+
+
+def test_a_node_whose_channels_all_fail_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """For whatever reason: no traceback, and the scheduler half can still be served."""
+
+    def broken(*_: object) -> Endpoint:
+        raise ConfigError("the NIC is on fire")
+
+    kv = Kv(1)
+    path = socket_path("broken-channels")
+    scheduler = SchedulerEnd(path, 1, lambda fact: None)
+    settings = NodeSettings(engine_id="p0", rank=0, halves_path=path, router="tcp://127.0.0.1:1")
+    node = Node(settings, kv.region, {}, {"mine": broken})
+    scheduler.broadcast(Welcome(incarnation=1))
+    wait_until(lambda: "cannot join" in caplog.text)
+    node.close()
+    scheduler.close()
+    assert "rank 0 cannot join the router at tcp://127.0.0.1:1: none of the channel kinds ['mine']" in caplog.text
+    assert "the NIC is on fire" in caplog.text and not any(record.exc_info for record in caplog.records)

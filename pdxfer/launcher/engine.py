@@ -12,6 +12,7 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.launcher.machine import Machine
 from pdxfer.launcher.placement import EnginePlan
 from pdxfer.launcher.spec import PortUse, ProcessSpec
+from pdxfer.transport.device import device_problem
 
 OUR_VARIABLES = ("PDXFER_*__*",)
 """Settings in the environment: already part of the configuration that children are given."""
@@ -37,6 +38,7 @@ def engine_process(inputs: Inputs, engine: EnginePlan, depends_on: tuple[str, ..
     config = inputs.config
     host = network.bind_address(config)
     _check_exposure(config, inputs.token)
+    _check_channels(inputs, engine)
     is_fake = config.engine.kind == "fake"
     return ProcessSpec(
         name=engine.engine_id,
@@ -65,6 +67,14 @@ def _check_exposure(config: Config, token: str) -> None:
         f"engines would listen on {bind} (network.bind, or the way to router.endpoint), reachable from other machines, "
         "but have no token: set security.token_file (and security.keys_dir), or bind to 127.0.0.1"
     )
+
+
+def _check_channels(inputs: Inputs, engine: EnginePlan) -> None:
+    """Minutes before the engine would find out for itself."""
+    if engine.gpus and engine.role != "both" and inputs.config.engine.kind != "fake":
+        problem = device_problem(inputs.config.transport.channels, inputs.machine.has_nixl)
+        if problem:
+            raise ConfigError(f"engine {engine.engine_id} on GPU {', '.join(map(str, engine.gpus))}: {problem}")
 
 
 def _vllm_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:

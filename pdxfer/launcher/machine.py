@@ -6,6 +6,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdxfer.transport.device import is_nixl_installed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -15,6 +17,8 @@ class Machine:
     """Cores our processes may run on."""
     gpus: tuple[int, ...] = ()
     """Indices of the NVIDIA GPUs."""
+    has_nixl: bool = True
+    """Whether the library is installed that moves GPU memory."""
     hostname: str = "localhost"
     """Part of default engine ids."""
 
@@ -24,6 +28,7 @@ def this_machine() -> Machine:
     return Machine(
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         gpus=tuple(range(len(_gpu_nodes()))),
+        has_nixl=is_nixl_installed(),
         hostname=re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:40].strip(".-") or "localhost",
     )
 

@@ -39,6 +39,7 @@ from pdxfer.transport.base import (
     UnitFailed,
     UnitHeader,
 )
+from pdxfer.transport.device import device_problem, is_nixl_installed
 from pdxfer.transport.pool import ChannelPool
 from pdxfer.wire.halves import (
     Computed,
@@ -106,6 +107,9 @@ class Node:
         factories: Mapping[str, EndpointFactory],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """Raises ConfigError if no channel can move the KV at all: vLLM's start then ends with that line."""
+        if settings.router and not region.host and (problem := device_problem(list(factories), is_nixl_installed())):
+            raise ConfigError(problem)
         self._settings, self._region, self._factories, self._clock = settings, region, factories, clock
         self._lock = threading.Lock()
         self._is_closed = False
@@ -238,6 +242,12 @@ class Node:
         """Open the endpoints and join the router under this incarnation."""
         if self._me is not None or self._is_closed:
             return
+        try:
+            self._open_and_join(incarnation)
+        except PdxferError as error:
+            log.error("rank %d cannot join the router at %s: %s", self._settings.rank, self._settings.router, error)
+
+    def _open_and_join(self, incarnation: int) -> None:
         settings = self._settings
         self._me = PeerId(engine_id=settings.engine_id, incarnation=incarnation, rank=settings.rank)
         if not settings.router:

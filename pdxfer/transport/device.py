@@ -1,0 +1,25 @@
+"""Whether the KV of a GPU can be moved at all with what is configured and installed.
+
+Imports nothing: launcher and node ask before anything is started.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+_HOST_ONLY = ("local", "tcp", "ucx")
+
+
+def device_problem(kinds: Sequence[str], has_nixl: bool) -> str:
+    """Why none of these kinds of channel can move KV in device memory; empty if one may. Plug-ins are believed."""
+    reasons = []
+    for kind in kinds:
+        if kind not in (*_HOST_ONLY, "nixl") or (kind == "nixl" and has_nixl):
+            return ""
+        reasons.append(f"{kind}: {'NIXL is not installed' if kind == 'nixl' else 'reaches host memory only'}")
+    what = "pip install 'pdxfer[nixl]'" if "nixl" in kinds else "add nixl to it"
+    return f"KV is in GPU memory, and no kind in transport.channels can move it ({'; '.join(reasons)}): {what}"
+
+
+def is_nixl_installed() -> bool:
+    """Without importing it: that takes a second, and CUDA's libraries."""
+    return any(find_spec(name) is not None for name in ("nixl_cu12", "nixl_cu13", "nixl"))
