@@ -6,13 +6,21 @@ import subprocess
 import sys
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from observe_cost import FACTS, cost_s
 from proxy_rig import COMPLETION, rig
+from test_proxy_cluster import running_engine, until
 
 from pdxfer.core.logs import JsonFormatter
+from pdxfer.metrics import tracing
+from pdxfer.metrics.spans import Spans, StageSpans
 from pdxfer.metrics.tracing import Facts, Tracer
+from pdxfer.proxy.app import Proxy
+from pdxfer.proxy.router_link import RouterLink
+from pdxfer.proxy.settings import ProxySettings
+from pdxfer.router.server import RouterServer, RouterSettings
 
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
@@ -95,9 +103,81 @@ async def test_the_proxy_sends_its_trace_to_a_collector_and_its_context_to_both_
         await runner.cleanup()
 
 
+async def test_one_trace_runs_through_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Router, prefill and decode make spans of their own, over real sockets, under the request's span of the proxy."""
+    exporters: list[Any] = []
+
+    def exporter(_: str) -> Any:
+        exporters.append(memory.InMemorySpanExporter())
+        return exporters[-1]
+
+    monkeypatch.setattr(tracing, "_exporter", exporter)
+    where = "http://collector"
+    spans = Spans("router", where)
+    settings = RouterSettings(bind="tcp://127.0.0.1:0", min_remote_tokens=64, missed_heartbeats=20)
+    router = RouterServer(settings, spans=spans)
+    router.start()
+    proxy = Proxy(
+        ProxySettings(port=0, otlp_endpoint=where),
+        lambda on_message: RouterLink(endpoint=router.endpoint, proxy_id="x0", security=None, on_message=on_message),
+    )
+    flags = {"otlp-endpoint": where}
+    try:
+        async with (
+            running_engine("prefill", "p0", router.endpoint, **flags),
+            running_engine("decode", "d0", router.endpoint, **flags),
+            aiohttp.ClientSession() as http,
+        ):
+            await proxy.start()
+            await until(lambda: router.snapshot().is_ready and router.snapshot().num_proxies)
+            url = f"http://127.0.0.1:{proxy.port}/v1/completions"
+            body = {"model": "fake", "prompt": "word " * 300, "max_tokens": 3}
+            async with http.post(url, json=body, headers={"traceparent": PARENT}) as answer:
+                assert answer.status == 200 and "mode=pair" in answer.headers["x-pdxfer-timeline"]
+            await proxy.stop()
+    finally:
+        await proxy.stop()
+        router.close()
+        spans.close()
+    found = {span.name: span for one in exporters for span in one.get_finished_spans()}
+    request = found["completions"]
+    assert {span.context.trace_id for span in found.values()} == {request.context.trace_id}
+    own = {name: span for name, span in found.items() if name.startswith(("router", "engine"))}
+    assert {name: span.attributes["pdxfer.where"] for name, span in own.items()} == {
+        "router pair": "router", "engine prefill": "p0",
+        "engine transfer": "d0", "engine wait": "d0", "engine decode": "d0",
+    }  # fmt: skip
+    assert {span.parent.span_id for span in own.values()} == {request.context.span_id}
+    assert len({span.attributes["pdxfer.transfer_id"] for span in own.values()}) == 1
+    for span in own.values():
+        assert request.start_time <= span.start_time <= span.end_time <= request.end_time + 10**9
+    assert own["router pair"].attributes["pdxfer.answer"] == "pairing"
+
+
+def test_a_context_that_is_none_makes_no_span() -> None:
+    """Garbage, not sampled, or unknown: nothing, and nothing fails; what is followed is bounded."""
+    exporter = memory.InMemorySpanExporter()
+    stages = StageSpans(Spans("d0", "", exporter))
+    for number, context in enumerate(["", "garbage", PARENT[:-2] + "00"]):
+        stages.begin(f"t-{number}", context)
+        for stage in ("granted", "landed", "scheduled"):
+            stages.stamp(f"t-{number}", stage, 1.0)
+        stages.over(f"t-{number}", 2.0)
+    stages.stamp("nobody", "landed", 1.0)
+    for number in range(5000):
+        stages.begin(f"u-{number}", PARENT)
+    assert len(stages._known) == 4096
+    stages._spans._provider.force_flush()
+    assert exporter.get_finished_spans() == ()
+    stages.close()
+
+
 def test_nothing_of_opentelemetry_is_imported_without_an_endpoint() -> None:
     """The proxy's module alone does not need the extra."""
-    code = "import pdxfer.proxy.app, sys; print(any(name.startswith('opentelemetry') for name in sys.modules))"
+    code = (
+        "import pdxfer.proxy.app, pdxfer.controller.app, pdxfer.testing.fake_main, sys;"
+        "print(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.stdout.strip() == "False", done.stderr
 

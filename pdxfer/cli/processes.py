@@ -41,6 +41,7 @@ def router_settings(config: Config) -> RouterSettings:
         max_wait_s=router.max_wait_s,
         lease_s=router.lease_s,
         message_rate=router.message_rate,
+        otlp_endpoint=config.metrics.otlp_endpoint,
     )
 
 

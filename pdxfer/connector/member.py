@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.core.clock import Clock
+from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import new_incarnation
+from pdxfer.metrics.spans import Spans, StageSpans
 from pdxfer.router.api_wait import ApiWait
 from pdxfer.router.client import MemberClient
 from pdxfer.wire.halves import Generation, Listening, SchedulerEnd, ToScheduler, ToWorker, Welcome, WorkerReady
@@ -60,6 +62,7 @@ class Member:
         self._is_closed = False
         self._router: MemberClient | None = None
         self._api: ApiWait | None = None
+        self._traces = _stage_spans(settings)
         self._halves = SchedulerEnd(settings.halves_path, facts.world_size, self._on_fact)
         self._halves.broadcast(Welcome(incarnation=self.incarnation))
 
@@ -72,6 +75,8 @@ class Member:
         if self._router is not None:
             self._router.close(goodbye="engine stops")
         self._halves.close()
+        if self._traces is not None:
+            self._traces.close()
 
     def tell_workers(self, message: ToWorker) -> None:
         """To every rank, in order."""
@@ -90,6 +95,18 @@ class Member:
         """A stage of the request's timeline was reached, now or at `wall`."""
         at = self._clock.wall() if wall is None else wall
         self.tell_router(Stamp(transfer_id=transfer_id, stage=stage, wall=at))
+        if self._traces is not None:
+            self._traces.stamp(transfer_id, stage, at)
+
+    def leg_begins(self, transfer_id: str, traceparent: str) -> None:
+        """For this request's trace."""
+        if self._traces is not None:
+            self._traces.begin(transfer_id, traceparent)
+
+    def decode_over(self, transfer_id: str) -> None:
+        """For this request's trace."""
+        if self._traces is not None:
+            self._traces.over(transfer_id, self._clock.wall())
 
     def leg_failed(self, transfer_id: str, leg: Leg, reason: str) -> None:
         """Our leg is over without having delivered."""
@@ -167,3 +184,14 @@ class Member:
         log.log(level, "router %s %s", self._settings.router, "reached" if up else "lost; running transfers go on")
         if not up:
             self.inbox.put(RouterLost())
+
+
+def _stage_spans(settings: ConnectorSettings) -> StageSpans | None:
+    """Where traces are wanted; an engine without the library runs without them."""
+    if not settings.otlp_endpoint:
+        return None
+    try:
+        return StageSpans(Spans(settings.engine_id, settings.otlp_endpoint))
+    except ConfigError as error:
+        log.warning("no spans of this engine: %s", error)
+        return None

@@ -10,6 +10,7 @@ from pdxfer.connector.identity import digest_prompt, digest_weights
 from pdxfer.wire.messages import Leg, Role
 
 DEFAULT_DEADLINE_S = 60.0
+MAX_CONTEXT_CHARS = 64
 MAX_TENANT_CHARS = 128
 """What the proxy's configuration allows."""
 
@@ -21,6 +22,7 @@ class TransferParams:
     transfer_id: str
     leg: Leg
     deadline_s: float
+    traceparent: str = ""
 
 
 def transfer_params(request: Request, role: Role) -> TransferParams | None:
@@ -33,7 +35,13 @@ def transfer_params(request: Request, role: Role) -> TransferParams | None:
     deadline = ours.get("deadline_s", DEFAULT_DEADLINE_S)
     if leg not in ("prefill", "decode") or not isinstance(deadline, int | float) or not 0 < deadline < 1e6:
         return None
-    return TransferParams(transfer_id=ours["transfer_id"], leg=leg, deadline_s=float(deadline))
+    context = ours.get("traceparent")
+    return TransferParams(
+        transfer_id=ours["transfer_id"],
+        leg=leg,
+        deadline_s=float(deadline),
+        traceparent=context if isinstance(context, str) and len(context) <= MAX_CONTEXT_CHARS else "",
+    )
 
 
 def tenant_of(request: Request) -> str:

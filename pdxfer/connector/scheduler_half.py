@@ -93,6 +93,7 @@ class SchedulerHalf:
             log.info("%s is not moved: %s", transfer_id, reason)
             self._member.leg_failed(transfer_id, params.leg, reason)
             return
+        self._member.leg_begins(transfer_id, params.traceparent)
         deadline = self._clock.now() + min(params.deadline_s, self._settings.max_deadline_s)
         if params.leg == "prefill":
             self._sends.begin(request, transfer_id, deadline)
@@ -141,6 +142,8 @@ class SchedulerHalf:
         send = self._sends.request_over(request)
         if send is None:
             self._receives.request_over(request)
+            if params := transfer_params(request, self._settings.role):
+                self._member.decode_over(params.transfer_id)
         elif self._spills is not None and chunks is not None:
             self._spills.request_over(send, chunks, self._clock.now())
 

@@ -50,6 +50,8 @@ class ConnectorSettings:
     """Upper bound of a request's own deadline."""
     store: StoreConfig = field(default_factory=StoreConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
+    otlp_endpoint: str = ""
+    """Where our spans go; empty: none are made."""
     max_early: int = 4096
     """Messages about transfers whose request has not arrived yet."""
 
@@ -98,6 +100,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         max_deadline_s=transport.deadline_s,
         store=ours.store,
         codec=ours.codec,
+        otlp_endpoint=ours.metrics.otlp_endpoint,
     )
 
 

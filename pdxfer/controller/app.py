@@ -18,6 +18,7 @@ from pdxfer.controller.board import Board
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
 from pdxfer.core.errors import ConfigError, CutOffError
+from pdxfer.metrics.spans import Spans
 from pdxfer.router.server import RouterServer
 from pdxfer.router.settings import RouterSettings
 from pdxfer.wire.keys import load_server_security
@@ -39,7 +40,8 @@ def serve(router: RouterSettings, controller: ControllerSettings, on_listening: 
     CutOffError if transfers were left."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     security = load_server_security(router.keys_dir) if router.keys_dir is not None else None
-    server = RouterServer(router, security)
+    spans = Spans("router", router.otlp_endpoint) if router.otlp_endpoint else None
+    server = RouterServer(router, security, spans=spans)
     with contextlib.closing(_listen(controller)) as listener, contextlib.closing(server):
         server.start()
         port = listener.getsockname()[1]
@@ -47,6 +49,8 @@ def serve(router: RouterSettings, controller: ControllerSettings, on_listening: 
         if on_listening is not None:
             on_listening(server.endpoint, port)
         num_left = asyncio.run(_serve_http(server, controller, listener))
+    if spans is not None:
+        spans.close()
     log.info("router stopped")
     if num_left:
         raise CutOffError(

@@ -130,6 +130,7 @@ def _fake_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:
         "--port", str(engine.port),
         "--url", engine_url(config, engine),
         "--router", network.router_endpoint(config),
+        *(("--otlp-endpoint", config.metrics.otlp_endpoint) if config.metrics.otlp_endpoint else ()),
         *(("--keys", config.security.keys_dir) if config.security.keys_dir else ()),
         *(("--store", msgspec.json.encode(config.store).decode()) if config.store.enabled else ()),
         *(("--codec", msgspec.json.encode(config.codec).decode()) if config.codec.wire != "off" else ()),

@@ -6,10 +6,12 @@ One trace a request, opened when it arrives, so that both legs carry its context
              ├─ prefill ── queue, compute     prefill engine
              └─ decode ─── transfer, wait, first token, stream
 
-Spans have the times that the engines stamped, in the router's clock. The client's traceparent is the parent, and its
+These spans are the proxy's view, with the times that the engines stamped, in the router's clock; router and engines
+add spans of their own (spans.py). The client's traceparent is the parent, and its
 sampling decision ours.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,8 @@ from pdxfer.core.errors import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_NS = 1_000_000_000
+NS = 1_000_000_000
+"""A second, as OpenTelemetry counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,23 +51,11 @@ class Tracer:
 
     def __init__(self, endpoint: str, sample: float, exporter: "SpanExporter | None" = None) -> None:
         """Raises ConfigError if OpenTelemetry is not installed."""
-        try:
-            from opentelemetry import trace
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as error:
-            raise ConfigError(
-                f"metrics.otlp_endpoint is {endpoint}, but OpenTelemetry is not installed: pip install pdxfer[otel], "
-                "or leave the key empty"
-            ) from error
-        self._trace: Any = trace
+        self._trace: Any = load_opentelemetry(endpoint)
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         self._propagator: Any = TraceContextTextMapPropagator()
-        resource = Resource.create({"service.name": "pdxfer"})
-        self._provider: Any = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample)))
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(endpoint)))
+        self._provider: Any = make_provider(endpoint, sample, exporter, "proxy")
         self._tracer: Any = self._provider.get_tracer("pdxfer")
 
     def begin(self, headers: Mapping[str, str], name: str, arrival: float) -> "Trace":
@@ -72,7 +63,7 @@ class Tracer:
         carrier = {key.lower(): value for key, value in headers.items() if key.lower() in ("traceparent", "tracestate")}
         parent = self._propagator.extract(carrier)
         span = self._tracer.start_span(
-            name, context=parent, kind=self._trace.SpanKind.SERVER, start_time=int(arrival * _NS)
+            name, context=parent, kind=self._trace.SpanKind.SERVER, start_time=int(arrival * NS)
         )
         return Trace(self, span)
 
@@ -124,7 +115,7 @@ class Trace:
         self._add("wait", facts.decode, leg, landed, scheduled)
         self._add("first token", facts.decode, leg, scheduled, facts.first_byte)
         self._add("stream", facts.decode, leg, facts.first_byte, end)
-        self._span.end(end_time=int(end * _NS))
+        self._span.end(end_time=int(end * NS))
 
     def _add(
         self, name: str, where: str, context: Any, start: float | None, stop: float | None,
@@ -134,10 +125,36 @@ class Trace:
         if start is None or stop is None or not where:
             return context
         span = self._owner._tracer.start_span(
-            name, context=context, start_time=int(start * _NS), attributes={"pdxfer.where": where, **(attributes or {})}
+            name, context=context, start_time=int(start * NS), attributes={"pdxfer.where": where, **(attributes or {})}
         )
-        span.end(end_time=int(max(start, stop) * _NS))
+        span.end(end_time=int(max(start, stop) * NS))
         return self._owner._trace.set_span_in_context(span)
+
+
+def load_opentelemetry(endpoint: str) -> Any:
+    """Its API. Raises ConfigError if it is not installed."""
+    try:
+        trace = importlib.import_module("opentelemetry.trace")
+        importlib.import_module("opentelemetry.sdk.trace")
+    except ImportError as error:
+        raise ConfigError(
+            f"metrics.otlp_endpoint is {endpoint}, but OpenTelemetry is not installed: pip install pdxfer[otel], or "
+            "leave the key empty"
+        ) from error
+    return trace
+
+
+def make_provider(endpoint: str, sample: float, exporter: "SpanExporter | None", where: str) -> Any:
+    """The parent's sampling decision counts; without a parent, `sample` of the traces are taken."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    resource = Resource.create({"service.name": "pdxfer", "service.instance.id": where})
+    provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample)))
+    provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(endpoint)))
+    return provider
 
 
 def _exporter(endpoint: str) -> "SpanExporter":

@@ -1,12 +1,15 @@
 """One request being served: what its steps share. Event-loop thread only."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 
 from aiohttp import web
 
 from pdxfer.proxy.routing import Need
 from pdxfer.proxy.timeline import Entry
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Exchange:
@@ -20,6 +23,12 @@ class Exchange:
     def remaining_s(self) -> float:
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
+    @property
+    def traceparent(self) -> str:
+        """W3C trace context for router and engines; empty: not traced."""
+        value = self.headers.get("traceparent", "")
+        return value if _TRACEPARENT.fullmatch(value) else ""
+
     def need(self, model: str, num_tokens: int) -> Need:
         """What it asks of the router."""
         return Need(
@@ -28,4 +37,5 @@ class Exchange:
             tenant=self.entry.tenant,
             remaining_s=self.remaining_s(),
             avoid=tuple(self.avoid),
+            traceparent=self.traceparent,
         )

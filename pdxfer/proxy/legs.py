@@ -38,6 +38,7 @@ class Legs:
         transfer_timeout_s: float,
         deadline: float,
         tenant: str = "",
+        traceparent: str = "",
         live: dict[str, "Legs"] | None = None,
     ) -> None:
         """`deadline` is the request's, in event-loop time; the KV has `transfer_timeout_s` of it. While the block runs
@@ -47,7 +48,7 @@ class Legs:
         now = asyncio.get_running_loop().time()
         self._deadline = deadline
         self._transfer_deadline = min(deadline, now + transfer_timeout_s)
-        self._parsed, self._tenant = parsed, tenant
+        self._parsed, self._tenant, self._traceparent = parsed, tenant, traceparent
         self._decode_body = encode(decode_body(parsed, self._transfer()))
         self._prefill = Attempts(pairing.transfer_id, self._run_prefill, self._prefill_failed)
         self._live = live if live is not None else {}
@@ -97,6 +98,8 @@ class Legs:
         }
         if self._tenant:
             transfer["tenant"] = self._tenant
+        if self._traceparent:
+            transfer["traceparent"] = self._traceparent
         return transfer
 
     async def _run_prefill(self, prefill: EngineRef) -> None:

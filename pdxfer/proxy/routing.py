@@ -28,6 +28,7 @@ class Need:
     remaining_s: float
     avoid: tuple[str, ...] = ()
     """Engines that have failed it: taken only if there is no other."""
+    traceparent: str = ""
 
 
 class Routing:
@@ -62,6 +63,7 @@ class Routing:
             tenant=need.tenant,
             local_only=local_only,
             avoid=list(need.avoid)[-MAX_AVOIDED:],
+            traceparent=need.traceparent,
         )
         try:
             answer = await self._pairer.pair(request, timeout_s)

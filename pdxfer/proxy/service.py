@@ -252,6 +252,7 @@ class Service:
             deadline=exchange.deadline,
             tenant=exchange.entry.tenant,
             live=self._legs,
+            traceparent=exchange.traceparent,
         )
         async with legs:
             try:

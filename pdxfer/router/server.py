@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError, DeadlineError, ProtocolError
+from pdxfer.metrics.spans import Spans
 from pdxfer.router.events import (
     Action,
     Event,
@@ -35,11 +36,12 @@ from pdxfer.router.events import (
     Unreachable,
 )
 from pdxfer.router.flood import Flood
+from pdxfer.router.pair_spans import PairSpans
 from pdxfer.router.settings import LIVE, RouterSettings
 from pdxfer.router.snapshot import Snapshot
 from pdxfer.router.state import RouterState
 from pdxfer.wire.keys import ServerSecurity
-from pdxfer.wire.messages import FromMember
+from pdxfer.wire.messages import FromMember, Pair
 from pdxfer.wire.sockets import RouterSocket, Sent
 from pdxfer.wire.version import Decoder, encode
 
@@ -74,8 +76,15 @@ class RouterServer:
     """One router. `start` binds (raises ConfigError) and returns; `close` ends the thread. Both once."""
 
     def __init__(
-        self, settings: RouterSettings, security: ServerSecurity | None = None, *, clock: Clock = SYSTEM_CLOCK
+        self,
+        settings: RouterSettings,
+        security: ServerSecurity | None = None,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        spans: Spans | None = None,
     ) -> None:
+        """`spans` is the caller's to close."""
+        self._traces = PairSpans(spans) if spans is not None else None
         self._settings = settings
         self._security = security
         self._clock = clock
@@ -224,7 +233,10 @@ class RouterServer:
                 self._counts["malformed"] += 1
                 self._log_line("warning", f"message dropped, from {route[:80]!r}: {error}")
             else:
-                self._handle(Received(route, message, self._clock.wall()))
+                wall = self._clock.wall()
+                if self._traces is not None and isinstance(message, Pair):
+                    self._traces.asked(route, message, wall)
+                self._handle(Received(route, message, wall))
         return False
 
     def _drain_inbox(self) -> None:
@@ -250,6 +262,8 @@ class RouterServer:
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Send):
+            if self._traces is not None:
+                self._traces.answered(action.routes, action.message, self._clock.wall())
             payload = encode(action.message)
             for route in action.routes:
                 self._send(route, payload)

@@ -43,6 +43,8 @@ class RouterSettings:
     """Requests that may overtake the oldest waiting one; then a decode engine is kept free for it."""
     lease_s: float = 120.0
     """Life of a pairing; renewed when its prefill starts and with each grant."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector that our spans go to; empty: none are made."""
     message_rate: float = 20_000.0
     """Messages per second and connection, and burst; each 4 KiB of a message count as one more. What is beyond is
     dropped and counted."""

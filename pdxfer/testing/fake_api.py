@@ -39,6 +39,7 @@ class Transfer(msgspec.Struct):
     transfer_id: str
     deadline_s: float = 60.0
     leg: Literal["prefill", "decode"] = "decode"
+    traceparent: str = ""
     tenant: str = ""
 
 

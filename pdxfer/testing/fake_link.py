@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.ids import new_incarnation
+from pdxfer.metrics.spans import Spans, StageSpans
 from pdxfer.router.api_wait import ApiWait
 from pdxfer.router.client import ClientSecurity, MemberClient
 from pdxfer.testing.fake_kv import FakeCache
@@ -39,6 +40,8 @@ class MemberSettings:
     halves_path: str
     prefill_tokens_per_s: float = float("inf")
     heartbeat_s: float = 0.5
+    spans: Spans | None = None
+    """Where its spans go."""
     step_tokens: int = 512
     """Prompt tokens computed, and made ready to send, in one step."""
     chunk_tokens: int = 256
@@ -66,6 +69,7 @@ class FakeLink:
         self._fingerprint: dict[str, str] = {}
         self._router: MemberClient | None = None
         self.api: ApiWait | None = None
+        self.traces = StageSpans(settings.spans) if settings.spans is not None else None
         self._is_closed = False
         self.num_losses = 0
         """How often the router was lost."""
@@ -81,6 +85,8 @@ class FakeLink:
         if self._router is not None:
             self._router.close("engine stops")
         self._halves.close()
+        if self.traces is not None:
+            self.traces.close()
 
     @property
     def is_connected(self) -> bool:
@@ -96,7 +102,10 @@ class FakeLink:
 
     def stamp(self, transfer_id: str, stage: Stage, wall: float | None = None) -> None:
         """A stage is reached, now or at `wall`."""
-        self.send(Stamp(transfer_id=transfer_id, stage=stage, wall=SYSTEM_CLOCK.wall() if wall is None else wall))
+        at = SYSTEM_CLOCK.wall() if wall is None else wall
+        self.send(Stamp(transfer_id=transfer_id, stage=stage, wall=at))
+        if self.traces is not None:
+            self.traces.stamp(transfer_id, stage, at)
 
     def leg_failed(self, transfer_id: str, leg: Leg, reason: str) -> None:
         self.send(LegFailed(transfer_id=transfer_id, leg=leg, reason=reason[:1000]))

@@ -19,6 +19,7 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import is_engine_id
 from pdxfer.core.logs import setup_logging
 from pdxfer.kv.pack import Packing
+from pdxfer.metrics.spans import Spans
 from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.store_side import StoreSettings
 from pdxfer.node.wire_settings import WireSettings, split, wire_settings
@@ -120,6 +121,7 @@ def join(options: argparse.Namespace, url: str) -> FakeMember:
         halves_path=halves_path,
         prefill_tokens_per_s=options.prefill_tokens_per_s,
         heartbeat_s=options.heartbeat_s,
+        spans=Spans(options.engine_id, options.otlp_endpoint) if options.otlp_endpoint else None,
         chunk_tokens=CHUNK_TOKENS,
     )
     return FakeMember(settings, cache, make_node)
@@ -174,5 +176,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=1)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--otlp-endpoint", default="", help="OpenTelemetry collector, http://HOST:PORT")
     parser.add_argument("--log-level", default="INFO")
     return parser

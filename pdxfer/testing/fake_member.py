@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
+from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.node.node import Node
 from pdxfer.testing.fake_api import Job
 from pdxfer.testing.fake_kv import Compute, FakeCache
@@ -68,6 +69,8 @@ class FakeMember:
             yield
             return
         [token_ids] = job.prompts
+        if self._link.traces is not None:
+            self._link.traces.begin(transfer.transfer_id, transfer.traceparent)
         early = self._early.pop(transfer.transfer_id, None)
         if transfer.leg == "prefill":
             failed = "" if early is None or isinstance(early, Started) else early.reason or "cancelled"
@@ -75,8 +78,12 @@ class FakeMember:
             yield
         else:
             news = None if isinstance(early, CancelGrant) else early
-            async with self._receives.run(transfer, token_ids, news):
-                yield
+            try:
+                async with self._receives.run(transfer, token_ids, news):
+                    yield
+            finally:
+                if self._link.traces is not None:
+                    self._link.traces.over(transfer.transfer_id, SYSTEM_CLOCK.wall())
 
     def _on_message(self, message: FromRouter) -> None:
         match message:

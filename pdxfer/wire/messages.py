@@ -210,6 +210,8 @@ class Pair(Message, frozen=True, tag="pair"):
     """Ask for a decode engine alone (lists, n > 1, embeddings ...)."""
     avoid: Annotated[list[Id], msgspec.Meta(max_length=MAX_AVOIDED)] = []
     """Engines that have failed this request: taken only if there is no other."""
+    traceparent: Id = ""
+    """W3C trace context of the request; empty: not traced."""
 
 
 class Pairing(Message, frozen=True, tag="pairing"):

@@ -3,6 +3,7 @@
 2026-11-29: version 1, first release.
 2026-11-29: version 2, a Grant names its generations.
 2026-11-29: version 3, Resume and Redispatch; Started, CancelGrant and LegFailed name their epoch.
+2026-11-29: version 4, a Pair carries the trace context.
 """
 
 from typing import Generic, TypeVar
@@ -11,7 +12,7 @@ import msgspec
 
 from pdxfer.core.errors import ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 2 << 20
 """Bound of one control message: a Grant for a million tokens in blocks of 16 is below 0.4 MiB."""
 
