@@ -1,5 +1,6 @@
 """Nodes that use each other's stores, end to end: fake engines with real tiers, a real router, REST and sockets."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from peer_rig import ALL, NONE, TOKENS, VALUE_BYTES, Store, keys_of, local_tiers
 from router_kit import wait_until
 from status_rig import serving
 
+from pdxfer.cli import main
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
@@ -28,8 +30,8 @@ KEYS = keys_of()
 class Cluster:
     """Two nodes, `a` and `b`, and the controller."""
 
-    def __init__(self, stores: dict[str, Store], api: TestClient) -> None:
-        self.a, self.b, self.api = stores["a"], stores["b"], api
+    def __init__(self, stores: dict[str, Store], api: TestClient, url: str) -> None:
+        self.a, self.b, self.api, self.url = stores["a"], stores["b"], api, url
 
     def post(self, verb: str, status: int = 200, **body: Any) -> dict[str, Any]:
         """A verb; the result of the one node that did it, or the answer if it was not done."""
@@ -47,7 +49,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             TestClient(make_app(site.router, ControllerSettings())) as api,
         ):
             wait_until(lambda: all(e.ranks and e.ranks[0].tiers for e in site.router.snapshot().engines), 20, "stores")
-            yield Cluster(stores, api)
+            yield Cluster(stores, api, site.url)
 
 
 def test_a_chunk_that_only_another_node_has_is_a_hit(cluster: Cluster) -> None:
@@ -78,6 +80,19 @@ def test_values_move_and_are_copied_between_nodes_both_ways(cluster: Cluster) ->
     assert (back["done"], back["removed"]) == (4, 4)
     assert (a.held("disk", KEYS), b.held("disk", KEYS), b.held("dram", KEYS)) == (ALL, NONE, ALL)
     assert (a.leases(), b.leases()) == (0, 0)
+
+
+def test_the_command_line_copies_between_nodes(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By prompt, to every other node where none is named."""
+    cluster.a.save(KEYS)
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(TOKENS))
+    where = ["--from-engine", "a", "--to-tier", "disk", "--url", cluster.url]
+    assert main.run(["cache", "copy", "--tokens-file", str(tokens), *where]) == 0
+    assert "b/0" in (out := capsys.readouterr().out) and "done=4" in out
+    assert cluster.b.held("disk", KEYS) == ALL
 
 
 def test_what_is_pinned_at_its_source_stays_there(cluster: Cluster) -> None:
@@ -111,6 +126,18 @@ def test_a_value_that_is_damaged_at_its_source_is_not_copied_and_no_hit(cluster:
     assert (moved["done"], moved["removed"], moved["failed"]) == (3, 3, {"damaged": 1})
     assert cluster.a.held("dram", KEYS) == [True, False, False, False]
     assert cluster.b.held("dram", KEYS) == [False, True, True, True]
+
+
+def test_a_damaged_value_is_repaired_from_another_node(cluster: Cluster) -> None:
+    """`verify --repair` where no other tier of the node has it."""
+    cluster.a.save(KEYS)
+    cluster.b.put_raw("dram", KEYS[0], b"not a frame" * 100)
+    wait_until(lambda: cluster.b.held("peer", KEYS) == ALL, 10, "b to know")
+    body = {"engines": ["b"], "tokens": TOKENS, "tier": "dram", "repair": True}
+    [part] = cluster.api.post("/v1/cache/verify", json=body).json()["parts"]
+    [dram] = part["result"]["tiers"]
+    assert (dram["broken"], dram["repaired"]) == (1, 1)
+    assert cluster.b.read(KEYS[0]) == (KEYS[0][:1] * VALUE_BYTES, "dram")
 
 
 def test_a_source_that_is_lost_on_the_way_is_said_and_loses_nothing(cluster: Cluster) -> None:
