@@ -1,7 +1,8 @@
 """`pdxfer bench transfer`: paged KV between two processes over each channel, beside what the machine can do without us.
 
 One measurement moves a whole prompt, chunk by chunk, from random blocks to random blocks, until the receiver has said
-that all of it is in place. Arms take turns within one run, so that they share the machine's moods; medians are given.
+that all of it is in place. Arms take turns within one run, every second round backwards, so that they share the
+machine's moods; ratios are taken round by round, their median is given and, beside it, their quartiles.
 *memcpy* copies the same runs inside one process; *socket* sends them by sendmsg/recvmsg_into with nothing around;
 *nixl raw* posts them with NIXL's own API, as one big descriptor or as the same descriptors, under the same settings.
 """
@@ -14,9 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pdxfer.bench.report import Report, emit
 from pdxfer.bench.transfer_arms import Arms
 from pdxfer.bench.transfer_rig import SHAPES, Shape, open_target
+
+Times = dict[tuple[str, str], list[float]]
+"""(shape, arm) → seconds of each round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +66,19 @@ def parse(argv: Sequence[str]) -> Options:
 def run(options: Options, argv: list[str]) -> dict[str, Any]:
     """Measure, print, write; the printed object."""
     report = Report("transfer", argv)
-    rates: dict[tuple[str, str], float] = {}
+    times: Times = {}
     for shape in options.shapes:
         with open_target(shape, options.kinds) as target, Arms(shape, options.kinds, target) as arms:
-            times = _measure(arms, options.reps)
-        for arm, seconds in times.items():
-            rates[shape.name, arm] = shape.total_bytes / statistics.median(seconds) / 1e9
-        for arm, seconds in times.items():
+            found = _measure(arms, options.reps)
+        times |= {(shape.name, arm): seconds for arm, seconds in found.items()}
+        for arm, seconds in found.items():
             report.add(
-                shape=shape.title, arm=arm, gb_per_s=rates[shape.name, arm],
+                shape=shape.title, arm=arm, gb_per_s=shape.total_bytes / statistics.median(seconds) / 1e9,
                 best_gb_per_s=shape.total_bytes / min(seconds) / 1e9, median_ms=statistics.median(seconds) * 1e3,
-                vs_memcpy=rates[shape.name, arm] / rates[shape.name, "memcpy"],
+                vs_memcpy=statistics.median(ratios(seconds, found["memcpy"])),
             )  # fmt: skip
-    report.summary = _summary(rates, options.shapes)
-    emit(report, as_json=options.as_json, out_dir=options.out, draw=lambda axes: _draw(axes, rates))
+    report.summary = summary(times, options.shapes)
+    emit(report, as_json=options.as_json, out_dir=options.out, draw=lambda axes: _draw(axes, times))
     return report.to_dict()
 
 
@@ -83,32 +88,48 @@ def _measure(arms: Arms, reps: int) -> dict[str, list[float]]:
     for name in arms.names:
         arms.check(name)
     for rep in range(reps):
-        for name in arms.names:
+        for name in arms.names[:: -1 if rep % 2 else 1]:
             times[name].append(arms.time(name))
         print(f"{arms.shape.title}: round {rep + 1} of {reps}", file=sys.stderr)
     return times
 
 
-def _summary(rates: dict[tuple[str, str], float], shapes: Sequence[Shape]) -> dict[str, Any]:
-    def ratios(arm: str, reference: str) -> dict[str, float]:
-        pairs = ((s.name, rates.get((s.name, arm)), rates.get((s.name, reference))) for s in shapes)
-        return {name: a / b for name, a, b in pairs if a and b}
+def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """How fast an arm was in each round, as a multiple of the reference in that round."""
+    return [theirs / ours for ours, theirs in zip(seconds, reference, strict=True)]
 
-    one_big = {k: v for k, v in ratios("nixl", "nixl raw, one descriptor").items() if SHAPES[k].block_bytes >= 65536}
-    same = {k: v for k, v in ratios("nixl", "nixl raw, same descriptors").items() if SHAPES[k].block_bytes < 65536}
-    found: dict[str, Any] = {
-        "nixl_vs_raw": min([*one_big.values(), *same.values()], default=None),
-        "tcp_vs_socket": min(ratios("tcp", "socket").values(), default=None),
-        "local_vs_memcpy": min(ratios("local", "memcpy").values(), default=None),
+
+def summary(times: Times, shapes: Sequence[Shape]) -> dict[str, Any]:
+    """Median ratios to each channel's reference, the smallest of the shapes; every shape's with quartiles."""
+    found: dict[str, Any] = {}
+
+    def compare(name: str, arm: str, reference: str) -> dict[str, float]:
+        medians = {}
+        for shape in shapes:
+            ours, theirs = times.get((shape.name, arm)), times.get((shape.name, reference))
+            if ours and theirs:
+                rounds = ratios(ours, theirs)
+                low, medians[shape.name], high = np.percentile(rounds, [25, 50, 75]).tolist()
+                found[f"{name}_{shape.name}"] = medians[shape.name]
+                found[f"{name}_{shape.name}_quartiles"] = f"{low:.2f}..{high:.2f}"
+        return medians
+
+    one_big = compare("nixl_vs_one_descriptor", "nixl", "nixl raw, one descriptor")
+    same = compare("nixl_vs_same_descriptors", "nixl", "nixl raw, same descriptors")
+    nixl = [v for k, v in one_big.items() if SHAPES[k].block_bytes >= 65536]
+    nixl += [v for k, v in same.items() if SHAPES[k].block_bytes < 65536]
+    smallest = {
+        "nixl_vs_raw": min(nixl, default=None),
+        "tcp_vs_socket": min(compare("tcp_vs_socket", "tcp", "socket").values(), default=None),
+        "local_vs_memcpy": min(compare("local_vs_memcpy", "local", "memcpy").values(), default=None),
     }
-    found |= {f"nixl_vs_one_descriptor_{name}": value for name, value in one_big.items()}
-    same_all = ratios("nixl", "nixl raw, same descriptors")
-    return found | {f"nixl_vs_same_descriptors_{name}": value for name, value in same_all.items()}
+    return smallest | found
 
 
-def _draw(axes: Any, rates: dict[tuple[str, str], float]) -> None:
-    labels = [f"{arm} ({shape})" for shape, arm in rates]
-    axes.barh(labels[::-1], list(rates.values())[::-1])
+def _draw(axes: Any, times: Times) -> None:
+    labels = [f"{arm} ({shape})" for shape, arm in times]
+    rates = [SHAPES[shape].total_bytes / statistics.median(t) / 1e9 for (shape, _), t in times.items()]
+    axes.barh(labels[::-1], rates[::-1])
     axes.set_xlabel("GB/s, median")
     axes.set_title("Paged KV between two processes on one host")
 
