@@ -355,7 +355,9 @@ def test_what_operators_change_is_so_afterwards(
         assert logging.getLogger("pdxfer").level == logging.WARNING
         run(proxy.close())
     assert api.put("/v1/proxies/nobody/log-level", json={"level": "INFO"}).status_code == 404
-    for path, body in [("role", {"role": "both"}), ("credit", {"limit_blocks": 1}), ("log-level", {"level": "INFO"})]:
+    assert "codec.wire" in api.put("/v1/nodes/e0/wire", json={"is_on": False}).text
+    bodies = {"role": {"role": "both"}, "credit": {"limit_blocks": 1}, "log-level": {"level": "INFO"}}
+    for path, body in (bodies | {"wire": {"is_on": True}}).items():
         assert api.put(f"/v1/nodes/nobody/{path}", json=body).status_code == 404
     prefill.close()
 

@@ -10,6 +10,8 @@ from test_proxy_cluster import ANSWER, STREAM, Cluster, cluster, until
 
 from pdxfer.codec.frame import FrameError
 from pdxfer.node.wire import Wire
+from pdxfer.router.events import Tell
+from pdxfer.wire.manage import SetWire
 
 
 def wire(name: str) -> str:
@@ -68,6 +70,19 @@ async def test_a_client_that_leaves_in_mid_transfer_leaves_no_slot_behind() -> N
         await until(lambda: len(ring._free) == ring.num_slots and not ring._shares)
         ring.check()
         assert (await c.ask(STREAM, "q2"))[0] == ANSWER
+
+
+async def test_the_live_switch_turns_frames_off_and_the_heartbeat_says_so() -> None:
+    async with cluster(PAIR, codec=wire("lossless")) as c:
+        states = lambda: {rank.wire for e in c.router.snapshot().engines for rank in e.ranks}  # noqa: E731
+        await until(lambda: states() == {"on"})
+        assert (await c.ask(STREAM, "q1"))[0] == ANSWER
+        frames = wire_of(c, "p0").counts()["wire_frames"]
+        for engine_id in PAIR:
+            c.router.operate(Tell(engine_id, SetWire(is_on=False)))
+        await until(lambda: states() == {"off"})
+        assert (await c.ask(STREAM, "q2"))[0] == ANSWER
+        assert wire_of(c, "p0").counts()["wire_frames"] == frames > 0
 
 
 async def test_many_prompts_at_once_share_the_slots() -> None:

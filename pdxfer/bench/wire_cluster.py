@@ -1,7 +1,7 @@
 """The pairs of the wire bench: a router, a proxy and two fake engines each, with the demo model's KV.
 
 Router and proxy run in this process, on the prefill side of the link; engines are processes. Fake engines move real
-bytes over real sockets and check them; only computing is replaced by waiting, so prefill is as fast as we say.
+bytes over real sockets and check samples of them; only computing is replaced by waiting.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ def _argv(name: str, role: str, host: str, port: int, router: str, codec: CodecC
         "num-blocks": 2 + 2 * -(-work.num_tokens // BLOCK_SIZE),
         "codec": json.dumps({"wire": codec.wire, "allow": codec.allow}),
     }
-    argv = [sys.executable, "-m", "pdxfer.testing.fake_engine"]
+    argv = [sys.executable, "-m", "pdxfer.testing.fake_engine", "--near"]
     for flag, value in flags.items():
         argv += [f"--{flag}", str(value)]
     return argv

@@ -30,6 +30,13 @@ class Level(StrEnum):
     error = "ERROR"
 
 
+class Switch(StrEnum):
+    """Of codecs on the wire."""
+
+    on = "on"
+    off = "off"
+
+
 @app.callback(invoke_without_command=True)
 def nodes(
     context: typer.Context,
@@ -111,6 +118,23 @@ def credit(
         raise typer.BadParameter(f"{blocks!r} is neither a number nor `none`")
     limit = None if blocks == "none" else int(blocks)
     _show(connect(url, token_file, config, set_).set_credit(engine_id, limit), as_json)
+
+
+@app.command()
+def wire(
+    engine_id: EngineId,
+    state: Annotated[Switch, typer.Argument(help="From its next prompt on.")],
+    url: Url = "",
+    token_file: TokenFile = "",
+    config: ConfigFiles = None,
+    set_: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let an engine send codec frames where that is faster, or everything raw.
+
+    Example: pdxfer nodes wire p0 off
+    """
+    _show(connect(url, token_file, config, set_).set_wire(engine_id, state is Switch.on), as_json)
 
 
 @app.command("log-level")

@@ -107,6 +107,10 @@ class ControllerClient:
         """Bound what is promised of its blocks; None: no bound."""
         return self._ask("PUT", _node(engine_id, "credit"), EngineView, body={"limit_blocks": limit_blocks})
 
+    def set_wire(self, engine_id: str, is_on: bool) -> EngineView:
+        """Let it send codec frames, or everything raw, from its next prompt on."""
+        return self._ask("PUT", _node(engine_id, "wire"), EngineView, body={"is_on": is_on})
+
     def proxies(self) -> list[ProxyView]:
         """All proxies the router knows."""
         return self._ask("GET", "/v1/proxies", list[ProxyView], field="proxies")

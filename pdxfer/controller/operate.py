@@ -13,7 +13,7 @@ from pdxfer.core.logs import own_level, set_own_level
 from pdxfer.router.events import SetCreditLimit, SetRole, Tell, TellProxy
 from pdxfer.router.server import RouterServer
 from pdxfer.router.snapshot import EngineView, ProxyView
-from pdxfer.wire.manage import SetLogLevel
+from pdxfer.wire.manage import SetLogLevel, SetWire
 from pdxfer.wire.messages import Role
 
 View = TypeVar("View", EngineView, ProxyView)
@@ -43,6 +43,12 @@ class NewLevel(_Body):
     """Least severe level logged."""
 
     level: Level
+
+
+class NewWire(_Body):
+    """Codecs on the wire."""
+
+    is_on: bool
 
 
 class Policy(_Body):
@@ -117,6 +123,18 @@ def add_operate(app: FastAPI, router: RouterServer) -> None:
         await asyncio.to_thread(find, engine_id)
         router.operate(Tell(engine_id, SetLogLevel(level=new.level), workers_only=False))
         return await _confirmed(engine_id, lambda: find(engine_id), lambda engine: _levels(engine) == {new.level})
+
+    @app.put("/v1/nodes/{engine_id}/wire", responses={404: {}, 409: {}, 504: {}})
+    async def wire(engine_id: str, new: NewWire) -> EngineView:
+        """Let an engine send codec frames, or everything raw, from its next prompt on; answers once it has said so."""
+        before = await asyncio.to_thread(find, engine_id)
+        if not all(rank.wire for rank in before.ranks):
+            raise HTTPException(409, f"engine {engine_id} has no codecs on the wire: codec.wire was off at its start")
+        router.operate(Tell(engine_id, SetWire(is_on=new.is_on)))
+        state = "on" if new.is_on else "off"
+        return await _confirmed(
+            engine_id, lambda: find(engine_id), lambda engine: {rank.wire for rank in engine.ranks} == {state}
+        )
 
     def find_proxy(proxy_id: str) -> ProxyView:
         for proxy in router.snapshot().proxies:

@@ -54,7 +54,7 @@ from pdxfer.wire.halves import (
     WorkerEnd,
     WorkerReady,
 )
-from pdxfer.wire.manage import StoreArgs, StoreOp, StoreOpCancel
+from pdxfer.wire.manage import SetWire, StoreArgs, StoreOp, StoreOpCancel
 from pdxfer.wire.messages import (
     CancelGrant,
     ChannelAddress,
@@ -318,7 +318,12 @@ class Node:
             counts |= self.store.peering.counts
         counts |= self.wire.counts() if self.wire else {}
         return Heartbeat(
-            incarnation=self._me.incarnation, wall=self._clock.wall(), tiers=tiers, counts=counts, problems=problems
+            incarnation=self._me.incarnation,
+            wall=self._clock.wall(),
+            tiers=tiers,
+            wire=_on(self.wire.is_on) if self.wire else "",
+            counts=counts,
+            problems=problems,
         )
 
     def _on_router(self, message: FromRouter) -> None:
@@ -333,6 +338,9 @@ class Node:
                 self._operator.start(message)
             case StoreOpCancel() if self._operator is not None:
                 self._operator.cancel(message.op_id)
+            case SetWire() if self.wire is not None:
+                self.wire.switch(message.is_on)
+                log.info("codecs on the wire are %s from now on, as the controller says", _on(message.is_on))
             case _:
                 log.debug("not for a worker half: %s", type(message).__name__)
 
@@ -382,6 +390,10 @@ class Node:
 
     def _report(self, fact: ToScheduler) -> None:
         self._halves.send(fact)
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"
 
 
 class _KindSink:

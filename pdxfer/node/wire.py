@@ -58,6 +58,11 @@ class Wire:
         """Send frames, or everything raw, from the next prompt on. What comes in is decoded either way."""
         self._is_on = is_on
 
+    @property
+    def is_on(self) -> bool:
+        """How the switch stands."""
+        return self._is_on
+
     def codecs_of(self, tenant: str) -> tuple[str, ...]:
         """What may be used for a tenant's KV now."""
         return self._settings.allowed(tenant) if self._is_on else ()

@@ -48,6 +48,8 @@ class RankView:
     tiers: list[TierView]
     counts: dict[str, int]
     """Its totals, by name."""
+    wire: str
+    """Codecs on the wire: on or off by the live switch; empty: not configured."""
     problems: list[str]
 
 
@@ -198,6 +200,7 @@ def _rank(rank: int, worker: Worker, now: float) -> RankView:
         closed={peer: ready.reason for peer, ready in worker.ready.items() if not ready.kind},
         tiers=[TierView(**asdict(tier)) for tier in beat.tiers] if beat else [],
         counts=dict(beat.counts) if beat else {},
+        wire=beat.wire if beat else "",
         problems=list(beat.problems) if beat else [],
     )
 

@@ -84,3 +84,9 @@ class SetLogLevel(Message, frozen=True, tag="set_log_level"):
     """R → S, W. Log at this level from now on."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class SetWire(Message, frozen=True, tag="set_wire"):
+    """R → W. Send new prompts as codec frames where that is faster, or all raw; the heartbeat confirms it."""
+
+    is_on: bool

@@ -14,7 +14,7 @@ from pdxfer.wire.base import BlockIds as BlockIds
 from pdxfer.wire.base import Id as Id
 from pdxfer.wire.base import Message as Message
 from pdxfer.wire.base import Text as Text
-from pdxfer.wire.manage import SetLogLevel, StoreOp, StoreOpCancel, StoreOpUpdate
+from pdxfer.wire.manage import SetLogLevel, SetWire, StoreOp, StoreOpCancel, StoreOpUpdate
 
 Role = Literal["prefill", "decode", "both"]
 Leg = Literal["prefill", "decode"]
@@ -119,6 +119,8 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     log_level: Id = ""
     """Of pdxfer's loggers in this half's process."""
     tiers: Annotated[list[TierReport], msgspec.Meta(max_length=16)] = []
+    wire: Id = ""
+    """Of workers: `on` or `off` where codecs on the wire are configured, as the live switch stands."""
     counts: Annotated[dict[Id, int], msgspec.Meta(max_length=64)] = {}
     """Totals of this half since its start, by name (see metrics.catalog, process node)."""
     problems: Annotated[list[Text], msgspec.Meta(max_length=8)] = []
@@ -420,5 +422,6 @@ FromRouter = (
     | StoreOp
     | StoreOpCancel
     | SetLogLevel
+    | SetWire
 )
 """What members accept."""
