@@ -66,7 +66,7 @@ async def timeline_of(c: Cluster, request_id: str) -> Any:
         _, found = await c.get(f"/v1/pdxfer/timeline/{request_id}")
         return bool(found["transfer"])
 
-    await until(told)
+    await until(told, 30.0)
     return found
 
 
@@ -90,7 +90,7 @@ async def test_a_prefill_leg_that_breaks_in_mid_transfer_is_taken_over() -> None
         facts = landings(c)
         hold(c, "p0")
         request = asyncio.create_task(c.ask(STREAM, "q1"))
-        await until(lambda: landed_blocks(c) == FIRST_STEP)
+        await until(lambda: landed_blocks(c) == FIRST_STEP, 30.0)
         await c.engines["p0"].http.stop()
         text, _ = await request
         assert text == ANSWER
@@ -102,7 +102,7 @@ async def test_without_another_prefill_the_rest_is_computed_and_what_landed_is_k
     async with cluster({"p0": "prefill", "d0": "decode"}) as c:
         hold(c, "p0")
         request = asyncio.create_task(c.ask(STREAM, "q1"))
-        await until(lambda: landed_blocks(c) == FIRST_STEP)
+        await until(lambda: landed_blocks(c) == FIRST_STEP, 30.0)
         await c.engines["p0"].http.stop()
         assert (await request)[0] == ANSWER
         timeline = await timeline_of(c, "q1")
@@ -115,10 +115,10 @@ async def test_a_second_failure_is_computed() -> None:
     async with cluster({"p0": "prefill", "p1": "prefill", "p2": "prefill", "d0": "decode"}) as c:
         hold(c, "p0", "p1")
         request = asyncio.create_task(c.ask(STREAM, "q1"))
-        await until(lambda: landed_blocks(c) == FIRST_STEP)
+        await until(lambda: landed_blocks(c) == FIRST_STEP, 30.0)
         await c.engines["p0"].http.stop()
         counts = c.engines["d0"].member._link.counts
-        await until(lambda: counts["resumed_transfers"] == 1)
+        await until(lambda: counts["resumed_transfers"] == 1, 30.0)
         await c.engines["p1"].http.stop()
         assert (await request)[0] == ANSWER
         assert (counts["resumed_transfers"], counts["recomputed_blocks"]) == (1, NUM_BLOCKS - FIRST_STEP)
@@ -130,9 +130,9 @@ async def test_a_client_that_leaves_while_another_prefill_is_waited_for_leaves_n
         hold(c, "p0")
         c.engines["p1"].http.faults.hang = True
         request = asyncio.create_task(c.ask(STREAM, "q1"))
-        await until(lambda: landed_blocks(c) == FIRST_STEP)
+        await until(lambda: landed_blocks(c) == FIRST_STEP, 30.0)
         await c.engines["p0"].http.stop()
-        await until(lambda: c.proxy.metrics.value("pdxfer_proxy_redispatches_total"))
+        await until(lambda: c.proxy.metrics.value("pdxfer_proxy_redispatches_total"), 30.0)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
 
@@ -145,7 +145,7 @@ async def process_of_a0(c: Cluster) -> AsyncIterator[Process]:
     argv += ["--num-blocks", "1024", "--prefill-tokens-per-s", "400", "--log-level", "ERROR"]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "pdxfer.testing.fake_engine", *argv)
     try:
-        await until(lambda: c.router.snapshot().num_pairs == num_pairs + 1, 30.0)
+        await until(lambda: c.router.snapshot().num_pairs == num_pairs + 1, 60.0)
         yield process
     finally:
         if process.returncode is None:
@@ -162,7 +162,7 @@ async def test_a_prefill_process_that_is_killed_or_hangs_in_mid_transfer_is_take
     async with cluster(roles, missed_heartbeats=missed_heartbeats) as c, process_of_a0(c) as process:
         facts = landings(c)
         request = asyncio.create_task(c.ask(STREAM, "q1"))
-        await until(lambda: landed_blocks(c) > 0)
+        await until(lambda: landed_blocks(c) > 0, 30.0)
         process.send_signal(how)
         assert (await request)[0] == ANSWER
         resumed_right(await timeline_of(c, "q1"), c, facts, "a0", "p1")

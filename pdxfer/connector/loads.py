@@ -17,6 +17,9 @@ from pdxfer.wire.store_facts import Load, Loaded, Unload
 
 log = logging.getLogger(__name__)
 
+LOAD_GRACE_S = 1.0
+"""Ranks end a load by its timeout; the scheduler half waits this much longer for them to say so."""
+
 
 class Loads:
     """Loads under way in this engine."""

@@ -7,9 +7,10 @@ report. EngineCore thread only; decisions are transfer.Receive's.
 import logging
 
 from pdxfer.connector.compat import KVCacheBlocks, KVConnectorOutput, Request, SchedulerOutput
-from pdxfer.connector.loads import Loads
+from pdxfer.connector.loads import LOAD_GRACE_S, Loads
 from pdxfer.connector.member import EngineFacts, Member
 from pdxfer.connector.notices import Notices
+from pdxfer.connector.recovery import Recovery
 from pdxfer.connector.references import References
 from pdxfer.connector.requests import prompt_digest
 from pdxfer.connector.transfer import ROUTER_LOST_S, Receive, ReceiveState
@@ -19,11 +20,6 @@ from pdxfer.wire.messages import LegFailed, Outcome, Started
 from pdxfer.wire.store_facts import Loaded
 
 log = logging.getLogger(__name__)
-
-RESUME_SHARE = 0.5
-"""Of what is left of a transfer's deadline, for another prefill to start; the rest is for its units."""
-LOAD_GRACE_S = 1.0
-"""Ranks end a load by its timeout; the scheduler half waits this much longer for them to say so."""
 
 
 class Receives:
@@ -40,7 +36,6 @@ class Receives:
         max_resumes: int = 1,
     ) -> None:
         """A transfer whose prefill fails goes on with another one at most `max_resumes` times."""
-        self._max_resumes = max_resumes
         self._engine_id, self._facts, self._member, self._references = engine_id, facts, member, references
         self._loads, self._clock = loads, clock
         self._notices = Notices(member, facts.block_size)
@@ -51,6 +46,10 @@ class Receives:
         self._told_over: set[str] = set()
         """Abandoned receives whose finished_recving was given."""
         self.counters: dict[str, float] = {}
+        self._recovery = Recovery(
+            member, self._notices, loads, clock, block_size=facts.block_size, max_resumes=max_resumes,
+            unpair=self._unpair, count=self._count,
+        )  # fmt: skip
 
     def begin(self, request: Request, transfer_id: str, deadline: float) -> None:
         """A decode leg has arrived."""
@@ -194,7 +193,7 @@ class Receives:
         receive.rank_landed(landed.rank)
         if receive.state is ReceiveState.LANDED:
             self._notices.stamp(receive, "landed", landed.wall)
-        self._recover(receive)
+        self._recovery.recover(receive)
 
     def rank_fenced(self, receive: Receive, fenced: Fenced) -> None:
         """The grant is over on one rank; everything else that is out comes back too."""
@@ -204,7 +203,7 @@ class Receives:
         receive.num_bytes += fenced.num_bytes
         if receive.rank_fenced(fenced.rank, fenced.num_valid, fenced.reason):
             self._revoke(receive, fenced.reason)
-        self._recover(receive)
+        self._recovery.recover(receive)
 
     def rank_loaded(self, loaded: Loaded) -> None:
         """One rank's part of a load is over."""
@@ -216,7 +215,7 @@ class Receives:
         self._count("loaded_chunks", loaded.num_chunks)
         if self._loads.rank_loaded(receive, loaded):
             self._revoke(receive, loaded.reason)
-        self._resume(receive)
+        self._recovery.resume(receive)
 
     def give_up(self, receive: Receive, reason: str) -> None:
         """Compute here what is missing; what was granted is taken back first."""
@@ -282,40 +281,6 @@ class Receives:
             self._member.tell_workers(revoke)
         if self._loads is not None:
             self._loads.stop(receive)
-
-    def _recover(self, receive: Receive) -> None:
-        """The wire is over: what it did not bring comes from the store, or from another prefill, or is computed."""
-        self._refill(receive)
-        self._resume(receive)
-
-    def _resume(self, receive: Receive) -> None:
-        """Have another prefill send what is missing, if there is time for it and a router to find one."""
-        left_s = receive.deadline - self._clock.now()
-        if not receive.is_resumable or receive.epoch > self._max_resumes or left_s <= 0:
-            return
-        if not self._member.is_connected:
-            return
-        self._notices.cancel(receive, receive.reason)
-        receive.resume(self._clock.now() + RESUME_SHARE * left_s)
-        log.info("%s: %s; another prefill is asked for", receive.name, receive.reason)
-        self._notices.resume(receive)
-
-    def _refill(self, receive: Receive) -> None:
-        """The wire is over and blocks are missing: before they are computed, the store may have them."""
-        loads = self._loads
-        if loads is None or receive.abandoned or receive.state is not ReceiveState.FENCED or receive.refilled:
-            return
-        first = receive.first_block + receive.num_valid
-        chunks = loads.lookups.after(receive.request_id, first * self._facts.block_size)
-        num_blocks = min(loads.num_blocks(chunks, first), len(receive.block_ids) - receive.num_valid)
-        if num_blocks <= 0 or chunks[0][0].first_token > first * self._facts.block_size:
-            return
-        log.info("%s: %s; the store is asked for %d blocks", receive.name, receive.reason, num_blocks)
-        self._count("failed_transfers")
-        self._unpair(receive, "failed", receive.reason)
-        receive.refill(num_blocks)
-        receive.deadline = self._clock.now() + loads.timeout_s + LOAD_GRACE_S
-        loads.start(receive, chunks)
 
     def _unpair(self, receive: Receive, outcome: Outcome, reason: str) -> None:
         """The transfer is over; the receive goes on from the store alone."""

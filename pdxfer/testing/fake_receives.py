@@ -17,7 +17,7 @@ from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Outcome, 
 log = logging.getLogger(__name__)
 
 MAX_RESUMES, RESUME_SHARE = 1, 0.5
-"""As connector/receives.py has them."""
+"""As connector/recovery.py has them."""
 
 
 class FakeReceives:

@@ -15,7 +15,7 @@ from pdxfer.wire.messages import CancelGrant, Ended, FromRouter, Grant, LegFaile
 
 RECEIVE_S = 2.0
 MAX_RESUMES, RESUME_SHARE = 1, 0.5
-"""As connector/receives.py has them."""
+"""As connector/recovery.py has them."""
 Reply = Callable[[bool], None]
 
 
