@@ -46,8 +46,10 @@ class Rig:
     def __init__(self, node: Node, api: TestClient) -> None:
         self.node, self.api = node, api
 
-    def keys(self, tokens: list[int] = TOKENS, salt: str = "") -> list[bytes]:
+    def keys(self, tokens: list[int] = TOKENS, salt: str = "", lora: str = "") -> list[bytes]:
         extras = [extra_bytes([salt])] if salt else []
+        if lora:
+            extras = [extra_bytes([("lora", lora)])] * (len(tokens) // BLOCK)
         cut = chunk_keys(tokens, extras, identity_digest(IDENTITY), CHUNK, "blake3", block_size=BLOCK)
         return [chunk.key for chunk in cut]
 
@@ -141,7 +143,9 @@ async def running(router: str, disk: Path) -> AsyncIterator[Node]:
     halves = socket_path(f"verbs-{id(cache):x}")
     dram = TierConfig(url="dram:", capacity_gib=64 / 1024)
     tiers = [dram, TierConfig(url=f"file://{disk}", capacity_gib=64 / 1024, write="none")]
-    store = StoreSettings(config=StoreConfig(enabled=True, tiers=tiers), identity=IDENTITY)
+    store = StoreSettings(
+        config=StoreConfig(enabled=True, tiers=tiers), identity=IDENTITY, adapter=lambda path: f"digest of {path}"
+    )
     nodes: list[Node] = []
 
     def make_node() -> Node:
@@ -151,7 +155,7 @@ async def running(router: str, disk: Path) -> AsyncIterator[Node]:
         nodes.append(Node(settings, cache.region, {"model": "fake"}, endpoint_factories(["tcp"])))
         return nodes[0]
 
-    async with FakeEngine(FakeEngineSettings(engine_id="e0")) as server:
+    async with FakeEngine(FakeEngineSettings(engine_id="e0", adapters={"sql": "/adapters/sql"})) as server:
         settings = MemberSettings(
             engine_id="e0", role="both", url=server.url, served_names=("fake",), max_model_len=900, router=router,
             security=None, halves_path=halves,
@@ -326,3 +330,20 @@ async def test_an_engine_without_a_store_is_not_asked() -> None:
         assert answer.status_code == 409 and "store.enabled" in answer.text
     finally:
         router.close()
+
+
+@pytest.mark.slow
+def test_a_lora_adapter_is_named_as_clients_name_it(rig: Rig) -> None:
+    """Its KV is another identity: found under its name, by text and by tokens, and not under the model's."""
+    text = "one two three " * 40
+    rig.save(rig.keys(tokenize(text), lora="digest of /adapters/sql")[:1])
+    assert rig.post("lookup", text=text, model="sql")["num_tokens"] == CHUNK
+    assert rig.post("lookup", tokens=tokenize(text), model="sql")["num_tokens"] == CHUNK
+    assert rig.post("lookup", text=text, model="fake")["num_tokens"] == 0
+    assert rig.post("lookup", text=text)["num_tokens"] == 0
+    rig.post("clear", text=text, model="fake")
+    assert rig.post("lookup", text=text, model="sql")["num_tokens"] == CHUNK
+    rig.post("clear", text=text, model="sql")
+    assert rig.post("lookup", text=text, model="sql")["num_tokens"] == 0
+    refused = rig.api.post("/v1/cache/lookup", json={"tokens": [1, 2, 3], "model": "nope"})
+    assert refused.status_code == 422 and "no engine serves 'nope'" in refused.text

@@ -648,3 +648,23 @@ def test_after_a_reset_nothing_that_was_stored_is_found() -> None:
     assert engine.step(running, 0, 64, [1, 2, 3, 4]) == ()
     engine.store.on_new_request(request)  # type: ignore[arg-type]
     assert engine.ask(request) == (0, False)
+
+
+@pytest.mark.parametrize("salt", ["", "tenant-a"])
+@pytest.mark.parametrize("lora", ["", "/adapters/sql"])
+def test_operators_name_a_prompts_chunks_as_the_engine_does(salt: str, lora: str) -> None:
+    """Salt and LoRA adapter included: vLLM's own extra keys on the one side, the management API's on the other."""
+    from pdxfer.connector.chunks import Grid, PromptChunks
+    from pdxfer.connector.requests import adapter_digest
+    from pdxfer.node.verbs import Cut
+    from pdxfer.wire.manage import StoreArgs
+
+    adapter = SimpleNamespace(lora_name="sql", lora_path=lora, name="sql", path=lora) if lora else None
+    tokens = list(range(200))
+    request = Request("r", tokens, cache_salt=salt or None, lora_request=adapter)
+    grid = Grid(
+        chunk_tokens=32, block_size=16, scheme="blake3", with_partial=False, world_size=1, identities={0: IDENTITY}
+    )
+    engine = [chunk[0].key for chunk in PromptChunks(request, grid).full(len(tokens))]  # type: ignore[arg-type]
+    cut = Cut(chunk_tokens=32, block_size=16, scheme="blake3", with_partial=False, adapter=adapter_digest)
+    assert cut.keys(StoreArgs(tokens=tokens, salt=salt, adapter=lora), IDENTITY) == engine and len(engine) == 6

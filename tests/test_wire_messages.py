@@ -23,8 +23,8 @@ def test_messages_come_back_as_they_were(message: FromMember) -> None:
 
 
 def test_golden_bytes() -> None:
-    """The bytes of version 5; changing them needs a new PROTOCOL."""
-    assert encode(Started(transfer_id="t-1", num_tokens=7)) == bytes([5]) + msgspec.msgpack.encode(
+    """The bytes of version 6; changing them needs a new PROTOCOL."""
+    assert encode(Started(transfer_id="t-1", num_tokens=7)) == bytes([6]) + msgspec.msgpack.encode(
         {"m": "started", "transfer_id": "t-1", "num_tokens": 7, "prefill_id": "", "epoch": 1}
     )
 

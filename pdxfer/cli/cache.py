@@ -54,7 +54,7 @@ def _add(verb: str, text: str, example: str) -> None:
         text_file: Annotated[str, typer.Option("--text-file", help="The same, from a file; - is stdin.")] = "",
         chat_file: Annotated[str, typer.Option("--chat-file", help="JSON list of chat messages.")] = "",
         tokens_file: Annotated[str, typer.Option("--tokens-file", help="JSON list of token ids.")] = "",
-        model: Annotated[str, typer.Option(help="Whose tokenizer.")] = "",
+        model: Annotated[str, typer.Option(help="A model: its tokenizer; or a LoRA adapter: its KV.")] = "",
         salt: Annotated[str, typer.Option(help="cache_salt of the prompt.")] = "",
         engine: Annotated[list[str] | None, typer.Option(help="Only on this engine; may be repeated.")] = None,
         tier: Annotated[str, typer.Option(help="Only this tier.")] = "",

@@ -11,6 +11,7 @@ import torch
 
 from pdxfer.connector.compat import KVCacheConfig, VllmConfig
 from pdxfer.connector.fingerprint import fingerprint, store_identity
+from pdxfer.connector.requests import adapter_digest
 from pdxfer.connector.scheduler_half import StepMeta
 from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.connector.values import chunk_form, codecs_of, dtype_of, wire_forms
@@ -81,6 +82,7 @@ class WorkerHalf:
             dtype=dtype_of(cache),
             subdirectory="-".join(parts),
             shares=world_size,
+            adapter=adapter_digest,
         )
 
     def _wire_settings(self, marks: dict[str, str], cache: torch.Tensor, layout: KvLayout) -> WireSettings | None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pdxfer.client.operations import Operation
 from pdxfer.controller.operations import MAX_KEY, Busy, KeyReused, Operations, Unfit
-from pdxfer.controller.tokens import MAX_TOKENS, TokenizeError, tokenize
+from pdxfer.controller.tokens import MAX_TOKENS, TokenizeError, find_model, tokenize
 from pdxfer.core.errors import UnreachableError
 from pdxfer.router.server import RouterServer
 from pdxfer.wire.manage import StoreArgs, StoreVerb
@@ -54,7 +54,7 @@ class CacheRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    model: _Name = Field(default="", description="Whose tokenizer; needed for text and messages if there are several")
+    model: _Name = Field(default="", description="A model, for its tokenizer, or a LoRA adapter, for its KV too")
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(default=None, max_length=MAX_TOKENS)
     text: str | None = Field(default=None, max_length=MAX_TEXT)
     messages: list[dict[str, Any]] | None = Field(default=None, max_length=4096)
@@ -101,12 +101,12 @@ class CacheRequest(BaseModel):
             return f"{verb} needs path: a file on the node"
         return ""
 
-    def args(self, tokens: list[int]) -> StoreArgs:
+    def args(self, tokens: list[int], adapter: str) -> StoreArgs:
         """As workers read it."""
         return StoreArgs(
-            tokens=tokens, salt=self.salt, tier=self.tier, to_tier=self.to_tier, from_engine=self.from_engine,
-            tenant=self.tenant, everything=self.everything, older_than_s=self.older_than_s, codec=self.codec,
-            ttl_s=self.ttl_s, path=self.path, repair=self.repair,
+            tokens=tokens, salt=self.salt, adapter=adapter, tier=self.tier, to_tier=self.to_tier,
+            from_engine=self.from_engine, tenant=self.tenant, everything=self.everything,
+            older_than_s=self.older_than_s, codec=self.codec, ttl_s=self.ttl_s, path=self.path, repair=self.repair,
         )  # fmt: skip
 
 
@@ -119,11 +119,16 @@ def add_cache(app: FastAPI, router: RouterServer, operations: Operations, token:
             raise HTTPException(422, problem)
         engines = tuple(dict.fromkeys(request.engines))
         tokens = request.tokens or []
+        adapter = ""
         try:
-            if request.has_prompt and request.tokens is None:
-                nodes = router.snapshot().engines
-                tokens = tokenize(nodes, token, request.model, request.text, request.messages)
-            return operations.start(verb, request.args(tokens), engines, request.deadline_s, key)
+            if request.has_prompt and (request.model or request.tokens is None):
+                nodes = [e for e in router.snapshot().engines if not engines or e.engine_id in engines]
+                serving, adapter = find_model(nodes, token, request.model)
+                if request.tokens is None:
+                    tokens = tokenize(serving, token, request.model, request.text, request.messages)
+                elif not serving:
+                    raise TokenizeError(f"no engine serves {request.model!r}")
+            return operations.start(verb, request.args(tokens, adapter), engines, request.deadline_s, key)
         except (TokenizeError, KeyReused) as error:
             raise HTTPException(422, str(error)) from error
         except Unfit as error:

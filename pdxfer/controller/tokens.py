@@ -1,9 +1,10 @@
-"""A prompt as text or chat messages → token ids, by asking an engine that serves the model (/tokenize).
+"""A prompt as text or chat messages → token ids, a LoRA adapter's name → where it lies: by asking engines.
 
 Only the engine has the tokenizer and the chat template; the controller imports neither.
 """
 
 import json
+import logging
 import urllib.error
 import urllib.request
 from typing import Any
@@ -14,17 +15,40 @@ from pdxfer.router.snapshot import EngineView
 TIMEOUT_S = 10.0
 MAX_TOKENS = 1 << 18
 _MAX_ANSWER = 8 << 20
+_MAX_LISTED = 16
+"""Engines asked for their adapters."""
+
+log = logging.getLogger(__name__)
 
 
 class TokenizeError(PdxferError):
     """The engine does not take this prompt."""
 
 
+def find_model(engines: list[EngineView], token: str, model: str) -> tuple[list[EngineView], str]:
+    """Engines that serve it, and the path of its LoRA adapter there; empty for a base model, or none named. A name that
+    the router does not know as a model's is looked for among the adapters that engines list at /v1/models."""
+    there = [engine for engine in engines if engine.state in ("ready", "draining")]
+    if not model or any(model == engine.served_names[0] for engine in there if engine.served_names):
+        return [engine for engine in there if _serves(engine, model)], ""
+    found: dict[str, list[EngineView]] = {}
+    for engine in there[:_MAX_LISTED]:
+        try:
+            if path := _adapter(_call(f"{engine.url}/v1/models", token), model):
+                found.setdefault(path, []).append(engine)
+        except (OSError, ValueError) as error:
+            log.info("%s does not list its models: %s", engine.engine_id, error)
+    if len(found) > 1:
+        raise TokenizeError(f"{model!r} lies elsewhere on each engine ({', '.join(sorted(found))}): name one engine")
+    for path, serving in found.items():
+        return serving, path
+    return [engine for engine in there if _serves(engine, model)], ""
+
+
 def tokenize(
-    engines: list[EngineView], token: str, model: str, text: str | None, messages: list[dict[str, Any]] | None
+    found: list[EngineView], token: str, model: str, text: str | None, messages: list[dict[str, Any]] | None
 ) -> list[int]:
     """Token ids. Raises TokenizeError if the prompt is refused, UnreachableError if no engine answers."""
-    found = [engine for engine in engines if engine.state in ("ready", "draining") and _serves(engine, model)]
     if not found:
         raise TokenizeError(f"no engine serves {model!r}" if model else "no engine is there to tokenise the prompt")
     body: dict[str, Any] = {"model": model or found[0].served_names[0]}
@@ -45,13 +69,27 @@ def _serves(engine: EngineView, model: str) -> bool:
     return not model or model in engine.served_names
 
 
-def _ask(url: str, token: str, body: dict[str, Any]) -> list[int]:
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    request = urllib.request.Request(f"{url}/tokenize", data=json.dumps(body).encode(), headers=headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _adapter(cards: Any, model: str) -> str:
+    """Path of the adapter of this name, as vLLM lists it; empty if there is none."""
     try:
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
-            tokens = json.loads(answer.read(_MAX_ANSWER))["tokens"]
+        cards = [card for card in cards["data"] if card["id"] == model and card.get("parent")]
+        return str(cards[0]["root"]) if cards else ""
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("/v1/models did not answer with models") from error
+
+
+def _call(url: str, token: str, body: dict[str, Any] | None = None) -> Any:
+    """JSON of an engine's answer."""
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+    data = None if body is None else json.dumps(body).encode()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, data=data, headers=headers), timeout=TIMEOUT_S) as answer:
+        return json.loads(answer.read(_MAX_ANSWER))
+
+
+def _ask(url: str, token: str, body: dict[str, Any]) -> list[int]:
+    try:
+        tokens = _call(f"{url}/tokenize", token, body)["tokens"]
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             raise OSError(f"{url}/tokenize answered {error.code}") from error

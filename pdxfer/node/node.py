@@ -230,6 +230,7 @@ class Node:
             block_size=block_size,
             scheme=config.hash_scheme,
             with_partial=config.partial_chunks,
+            adapter=settings.store.adapter,
         )
 
     def _tell_router(self, message: Message) -> None:

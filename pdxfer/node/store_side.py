@@ -59,6 +59,8 @@ class StoreSettings:
     """Below each tier's directory, where several processes share the configuration."""
     shares: int = 1
     """Ranks among which a tier's capacity is divided."""
+    adapter: Callable[[str], str] = str
+    """What a LoRA adapter's KV depends on, from where it lies."""
 
 
 class StoreSide:

@@ -3,7 +3,8 @@
 A Handler for operator.py. What comes back is what manage found afterwards, as plain values; errors name what to change.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +30,26 @@ class Cut:
     block_size: int
     scheme: Scheme
     with_partial: bool
+    adapter: Callable[[str], str] = str
+    """What a LoRA adapter's KV depends on, from where it lies: its weights' digest. May read files."""
 
     def keys(self, args: StoreArgs, identity: bytes) -> list[bytes]:
         """Chunk keys of a prompt."""
-        extras = [extra_bytes([("cache_salt", args.salt)])] if args.salt else []  # as vLLM names it
+        extras = self._extras(args)
         chunks = chunk_keys(
             args.tokens, extras, identity, self.chunk_tokens, self.scheme, block_size=self.block_size,
             with_partial=self.with_partial,
         )  # fmt: skip
         return [chunk.key for chunk in chunks]
+
+    def _extras(self, args: StoreArgs) -> list[bytes]:
+        """As vLLM names them, by block: the adapter in each, the salt in the first."""
+        salt = [("cache_salt", args.salt)] if args.salt else []
+        if not args.adapter:
+            return [extra_bytes(salt)] if salt else []
+        lora = [("lora", self.adapter(args.adapter))]
+        num_blocks = len(args.tokens) // self.block_size
+        return [extra_bytes([*lora, *(salt if block == 0 else [])]) for block in range(num_blocks)]
 
 
 class Verbs:
@@ -49,7 +61,8 @@ class Verbs:
     async def __call__(self, store: TieredStore, op: StoreOp, progress: Progress) -> dict[str, object]:
         """Do it. Store's loop. Raises PdxferError for what cannot be done as asked."""
         args = op.args
-        keys = self._cut.keys(args, store.coder.identity) if args.tokens else None
+        identity = store.coder.identity
+        keys = await asyncio.to_thread(self._cut.keys, args, identity) if args.tokens else None
         match op.verb:
             case "lookup":
                 return self._looked_up(await manage.lookup(store, keys or [], args.tier), len(args.tokens))

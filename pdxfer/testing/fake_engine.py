@@ -31,6 +31,8 @@ class FakeEngineSettings:
     port: int = 0
     """0 lets the OS choose."""
     served_names: tuple[str, ...] = ("fake",)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters by name: where they lie."""
     api_key: str = ""
     max_model_len: int = 1 << 17
     prefill_tokens_per_s: float = float("inf")
@@ -148,7 +150,7 @@ class FakeEngine:
             job = fake_api.parse(
                 endpoint, request.headers.get("X-Request-Id") or new_request_id(), body, self.settings.max_model_len
             )
-            if job.model and job.model not in self.settings.served_names:
+            if job.model and job.model not in (*self.settings.served_names, *self.settings.adapters):
                 raise BadRequest(404, f"The model `{job.model}` does not exist.")
         except BadRequest as error:
             return _error(error.status, str(error))
@@ -187,6 +189,10 @@ class FakeEngine:
         data = [
             {"id": name, "object": "model", "owned_by": "fake", "max_model_len": self.settings.max_model_len}
             for name in self.settings.served_names
+        ]
+        data += [
+            {"id": name, "object": "model", "root": path, "parent": self.settings.served_names[0]}
+            for name, path in self.settings.adapters.items()
         ]
         return web.json_response({"object": "list", "data": data})
 

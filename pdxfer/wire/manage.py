@@ -32,6 +32,8 @@ class StoreArgs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The prompt whose prefix is meant; empty: see the other selectors."""
     salt: Id = ""
     """Cache salt of the prompt."""
+    adapter: Text = ""
+    """Where the LoRA adapter lies whose KV is meant, as its engine names it; empty: the model's own."""
     tier: Id = ""
     """Where; empty: every tier."""
     to_tier: Id = ""

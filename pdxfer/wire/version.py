@@ -5,6 +5,7 @@
 2026-11-29: version 3, Resume and Redispatch; Started, CancelGrant and LegFailed name their epoch.
 2026-11-29: version 4, a Pair carries the trace context.
 2026-11-29: version 5, SetWire; heartbeats say how it stands.
+2026-11-29: version 6, StoreArgs name a LoRA adapter.
 """
 
 from typing import Generic, TypeVar
@@ -13,7 +14,7 @@ import msgspec
 
 from pdxfer.core.errors import ProtocolError
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE_BYTES = 2 << 20
 """Bound of one control message: a Grant for a million tokens in blocks of 16 is below 0.4 MiB."""
 
