@@ -3,8 +3,9 @@
 One pass writes (reads) `--mib` MiB of frames, `--depth` at once; arms take turns within one run, so that they share the
 machine's moods; medians are given. *dram* is the whole path of a save and a load (frame, checksum, copy), beside memcpy
 + xxh3 of the same bytes on one thread, and memcpy alone. *disk* is beside pread/pwrite with O_DIRECT of the same depth
-into a file of the same size. Servers are beside a raw client on one socket that speaks their protocol (store_raw.py),
-and beside `--depth` of those in a thread each. Latency: one value at a time.
+into a file of the same size, from plain memory (the reference) and from huge pages as ours. Servers are beside a raw
+client on one socket that speaks their protocol (store_raw.py), and beside `--depth` of those in a thread each. Latency:
+one value at a time.
 """
 
 import argparse

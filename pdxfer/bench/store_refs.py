@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -17,6 +18,7 @@ from pdxfer.bench.store_raw import RAW, RawClient
 from pdxfer.codec.frame import HEADER_BYTES
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.memory.segment import private_map
 from pdxfer.store.open import open_tier
 from pdxfer.store.tiered import TieredStore
 
@@ -42,7 +44,10 @@ async def open_arms(tier: str, url: str, load: Load) -> AsyncIterator[list[Arm]]
         stack.push_async_callback(opened.close)
         arms: list[Arm] = [TierArm(opened, load)]
         if scratch is not None:
-            arms.append(stack.enter_context(contextlib.closing(DiskArm(scratch / "raw", load))))
+            plain = DiskArm("reference", scratch / "plain", load, partial(mmap.mmap, -1))
+            arms.append(stack.enter_context(contextlib.closing(plain)))
+            huge = DiskArm("reference, huge pages", scratch / "huge", load, private_map)
+            arms.append(stack.enter_context(contextlib.closing(huge)))
         elif opened.kind in RAW:
             make = RAW[opened.kind]
             clients = [stack.enter_context(contextlib.closing(make(url))) for _ in range(load.depth)]
@@ -75,12 +80,11 @@ class MemoryArm(LoopArm):
 
 
 class DiskArm:
-    """pwrite and pread of aligned buffers, `depth` threads, O_DIRECT where the filesystem takes it."""
+    """pwrite and pread of aligned buffers, `depth` threads, O_DIRECT where the filesystem takes it. In huge pages, as
+    our memory is, a direct call is cheaper and the disk faster."""
 
-    name = "reference"
-
-    def __init__(self, path: Path, load: Load) -> None:
-        self.load = load
+    def __init__(self, name: str, path: Path, load: Load, new_map: Callable[[int], mmap.mmap]) -> None:
+        self.name, self.load = name, load
         self._step = -(-(load.size + HEADER_BYTES) // ALIGN) * ALIGN
         flags = os.O_RDWR | os.O_CREAT
         try:
@@ -88,7 +92,7 @@ class DiskArm:
         except OSError:
             self._fd = os.open(path, flags)
         os.posix_fallocate(self._fd, 0, self._step * load.count)
-        self._buffers = [memoryview(mmap.mmap(-1, self._step)) for _ in range(load.count)]
+        self._buffers = [memoryview(new_map(self._step)) for _ in range(load.count)]
         for index, chunk in enumerate(load.chunks()):
             self._buffers[index][: load.size] = chunk
         self._pool = ThreadPoolExecutor(load.depth)

@@ -120,6 +120,16 @@ class Segment:
         return bool(_libc.madvise(at, ctypes.c_size_t(num_bytes), ctypes.c_int(advice)) == 0)
 
 
+def private_map(num_bytes: int) -> mmap.mmap:
+    """Memory for I/O: of this process alone, on whole pages, huge ones where the kernel has them (a direct read or
+    write is then few pieces). A fork does not see it: one during a direct read would leave the bytes to the child."""
+    mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    if num_bytes >= HUGE_PAGE:
+        _advise_huge(mapping)
+    return mapping
+
+
 def _whole(num_bytes: int, unit: int) -> int:
     return max(unit, -(-num_bytes // unit) * unit)
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from pdxfer.memory.segment import private_map
 from pdxfer.store.base import Buffer, Outcome
 from pdxfer.store.bell import Bell
 from pdxfer.store.counters import TierCounters
@@ -110,7 +111,7 @@ class BufferPool:
                 self._idle_bytes -= size
                 return PooledBuffer(self, idle.pop(), num_bytes)
             self._drop_idle()
-        return PooledBuffer(self, mmap.mmap(-1, size), num_bytes)
+        return PooledBuffer(self, private_map(size), num_bytes)
 
     async def take(self, num_bytes: int, timeout_s: float) -> PooledBuffer | None:
         """A buffer as soon as there is one; None: too large for the pool, or not within `timeout_s`."""

@@ -22,7 +22,6 @@ from pdxfer.store.shared import SharedDramTier
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-R = TypeVar("R")
 
 IN_MEMORY = frozenset({"dram", "gpu"})
 """Kinds whose values are read and written in place."""
@@ -239,8 +238,7 @@ class TierSlot:
         return self._result(task, breaker)
 
     async def _trusted(self, work: Callable[[float], Awaitable[T]], until: float) -> T | None:
-        """The call without a task and a timer around it (they cost 100 us): our own memory does not hang, and the link
-        to the store process has a timer of its own."""
+        """The call without a task and a timer around it (100 us): memory does not hang, a link has its own timer."""
         try:
             return await work(until)
         except Exception as error:  # a bug of ours must not end a request
@@ -258,7 +256,7 @@ class TierSlot:
             return None
         return self._judged(task.result(), breaker)
 
-    def _judged(self, result: R, breaker: Breaker) -> R:
+    def _judged(self, result: T | None, breaker: Breaker) -> T | None:
         """The result, after the breaker has heard of it."""
         if result is Outcome.FAILED or not self.tier.stats().reachable:
             self._failed(breaker, "its server or medium does not answer")

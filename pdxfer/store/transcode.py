@@ -6,7 +6,6 @@ and tiers that ask for such a codec keep raw frames.
 """
 
 import logging
-import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +15,7 @@ import xxhash
 from pdxfer.codec.base import ITEM_BYTES, Bytes, ChunkSpec
 from pdxfer.codec.frame import HEADER_BYTES, FrameError, FrameHeader, open_frame, seal
 from pdxfer.codec.registry import Codecs, encode_frame
+from pdxfer.memory.segment import private_map
 from pdxfer.store.base import Buffer
 from pdxfer.store.chunk import NewChunk, Wanted
 from pdxfer.store.lease import total_bytes
@@ -79,7 +79,7 @@ class Transcoder:
 
     def raw_frame(self, chunk: NewChunk) -> memoryview:
         """The chunk's raw frame in memory of its own, on whole pages: the disk tier writes it from there."""
-        frame = memoryview(mmap.mmap(-1, self.raw_frame_bytes(chunk)))
+        frame = memoryview(private_map(self.raw_frame_bytes(chunk)))
         self.fill_raw(frame, chunk)
         return frame
 
