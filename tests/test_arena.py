@@ -3,11 +3,13 @@
 import ctypes
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ from pdxfer.memory.arena import Arena
 from pdxfer.memory.freelist import GRANULE, FreeList, piece_bytes
 from pdxfer.memory.limits import cgroup_limits, default_capacity_bytes
 from pdxfer.memory.populate import Populating, bind_to_node
-from pdxfer.memory.segment import Segment
+from pdxfer.memory.segment import HUGE_PAGE, Segment, private_map
 
 MIB = 1 << 20
 
@@ -186,3 +188,18 @@ def test_the_default_is_a_quarter_of_what_the_container_has(tmp_path: Path) -> N
     (tmp_path / "sys/fs/cgroup/memory").mkdir()
     (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text(f"{40 * MIB}\n")
     assert default_capacity_bytes(tmp_path) == 10 * MIB
+
+
+def test_memory_for_io_is_private_on_whole_pages_and_not_forked() -> None:
+    """A fork during a direct read would else leave what is read to the child ("dc" in smaps: not copied by fork)."""
+    block = private_map(3 * HUGE_PAGE)
+    address = int(np.frombuffer(block, dtype=np.uint8).ctypes.data)
+    assert address % 4096 == 0 and not any(block[:4096])
+    regions = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for region, flags in zip(regions, regions[1:], strict=False):
+        spans = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) (\S+)", region, re.MULTILINE)
+        begin, end, rights = spans[-1]
+        if int(begin, 16) <= address < int(end, 16):
+            assert rights == "rw-p" and "dc" in flags.splitlines()[0].split()
+            return
+    raise AssertionError("the mapping is not in smaps")

@@ -16,7 +16,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = json.loads(capsys.readouterr().out)
     assert printed["command"].startswith("pdxfer bench store --only dram,disk")
     assert {(row["tier"], row["arm"]) for row in printed["results"]} == {
-        ("dram", "pdxfer"), ("dram", "reference"), ("dram", "memcpy"), ("disk", "pdxfer"), ("disk", "reference"), ("disk", "reference, huge pages"),
+        ("dram", "pdxfer"), ("dram", "reference"), ("dram", "memcpy"), ("disk", "pdxfer"), ("disk", "reference"),
+        ("disk", "reference, huge pages"),
     }  # fmt: skip
     for key in ("dram_put_rel", "dram_get_rel", "disk_put_rel", "disk_get_rel", "dram_put_rel_96KiB"):
         assert printed["summary"][key] > 0
