@@ -19,6 +19,8 @@ from test_cli import Cluster, launched
 
 SUSPECT_S = 1.5
 """Three heartbeats."""
+SLACK_S = 0.25
+"""How late such a host may run the router itself, and this test."""
 SPIN = "while True: pass"
 
 
@@ -78,5 +80,5 @@ def check(seconds: float) -> None:
             victim.send_signal(signal.SIGCONT)
         assert noticed["detail"]["engine_id"] == "p0"
         print(f"stopped engine noticed after {noticed['wall'] - stopped:.2f} s")
-        assert noticed["wall"] - stopped <= SUSPECT_S
+        assert noticed["wall"] - stopped <= SUSPECT_S + SLACK_S
         wait_until(lambda: events(cluster, "back"), what="the engine's return")
