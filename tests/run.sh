@@ -50,11 +50,11 @@ check() {
   ruff check . && mypy && lint-imports
 }
 
-if [ "$tier" = fast ]; then  # side by side: the tests keep one core busy
+if [ "$tier" = fast ]; then  # two processes, and the checks beside them
   step "lint, types, import contracts; quick tests without vLLM"
   check &
   checking=$! status=0
-  "$python" -m pytest -m "not vllm and not full and not slow" tests || status=$?
+  "$python" -m pytest -n 2 --dist loadfile -m "not vllm and not full and not slow" tests || status=$?
   wait "$checking" || status=$?
   exit "$status"
 fi
