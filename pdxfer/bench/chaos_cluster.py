@@ -29,8 +29,8 @@ _FRESH_S = 1.0
 """A member silent for longer is not taken for healthy."""
 _STOP_S = 60.0
 _TAIL_LINES = 40
-_SETTLE_S = 15.0
-"""doctor: a router that was killed last leaves transfers that end after 10 s."""
+_SETTLE_S = 30.0
+"""doctor: what a killed router left ends after 10 s; channels and tiers are tried again after 10 s at most."""
 _WORDS = {
     ROUTER: ("--role", "router"),
     PROXY: ("--role", "proxy"),
