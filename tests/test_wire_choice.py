@@ -111,6 +111,15 @@ def test_a_link_that_gets_slow_is_noticed() -> None:
     assert link.bytes_per_s < 200e6
 
 
+def test_a_receiver_that_stalls_now_and_then_does_not_make_a_fast_link_slow() -> None:
+    link, now, written = LinkRate(), 0.0, 0
+    for number in range(40):
+        link.begin(now, written, 1 << 20 if number else 0)
+        now, written = now + CHUNK / (5e7 if number % 3 else 2e9), written + CHUNK
+        link.end(now, written, 1 << 20)
+    assert link.bytes_per_s > 1e9
+
+
 def test_entries_name_a_level_or_none() -> None:
     assert [split(e) for e in ("int8", "klt:3", "my.codec:Class")] == [("int8", 0), ("klt", 3), ("my.codec:Class", 0)]
 

@@ -2,10 +2,10 @@
 
 A unit costs `encode + send + decode` when nothing waits behind it; when more follow the stages overlap, but for a part
 SHARED, since they compete for the same cores. Raw costs the sending alone. A codec must win by MARGIN: a tie goes to
-the bytes as they are, and on a link faster than the codecs everything does. If even the best choice cannot bring the
-rest of a prompt before its deadline, or takes much longer than computing it, it is better computed.
+the bytes as they are, and on a link faster than the codecs everything does.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from pdxfer.node.wire_settings import split
@@ -21,6 +21,8 @@ FORGETTING = 0.02
 """A codec that is not used drifts back to its first rates by this part a unit, so that it is tried again."""
 MIN_BYTES = 64 << 10
 """Smaller units stay raw: their cost is not their bytes."""
+NUM_RECENT = 8
+"""Busy stretches of a link that are remembered: about as many chunks."""
 MIN_SAMPLE_BYTES, MIN_SAMPLE_S = 256 << 10, 0.002
 """A busy stretch shorter than this says nothing about the link."""
 
@@ -50,12 +52,14 @@ class LinkRate:
     """Bytes a second that a link takes, from what was written and what the kernel has not delivered yet.
 
     Between two looks the link was busy if something is still pending at the second: that stretch measures it. With
-    nothing pending it was faster than that, which can only raise the estimate.
+    nothing pending it was faster than that, which can only raise the estimate. The fastest recent stretch counts:
+    a receiver that was not scheduled for a while makes some slow, a slow link all of them.
     """
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
         """0: not known yet."""
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
         self._at = 0.0
         self._delivered = 0
         self._busy_bytes, self._busy_s = 0, 0.0
@@ -71,17 +75,21 @@ class LinkRate:
         if pending > 0:
             self._add(now, written - pending)
         elif now > self._at and written - self._delivered >= MIN_SAMPLE_BYTES:
-            self.bytes_per_s = max(self.bytes_per_s, (written - self._delivered) / (now - self._at))
+            rate = (written - self._delivered) / (now - self._at)
+            if rate > self.bytes_per_s:
+                self._note(rate)
         self._at, self._delivered = now, written - pending
 
     def _add(self, now: float, delivered: int) -> None:
         self._busy_bytes += delivered - self._delivered
         self._busy_s += now - self._at
         if self._busy_bytes >= MIN_SAMPLE_BYTES and self._busy_s >= MIN_SAMPLE_S:
-            rate = self._busy_bytes / self._busy_s
-            known = self.bytes_per_s
-            self.bytes_per_s = known + SMOOTHING * (rate - known) if known else rate
+            self._note(self._busy_bytes / self._busy_s)
             self._busy_bytes, self._busy_s = 0, 0.0
+
+    def _note(self, rate: float) -> None:
+        self._recent.append(rate)
+        self.bytes_per_s = max(self._recent)
 
 
 class Chooser:
