@@ -9,6 +9,7 @@ import pytest
 
 from pdxfer.bench.codec import KL, _summary, parse
 from pdxfer.bench.codec_arms import Arm, CodecArm, Released, ratio_at
+from pdxfer.bench.codec_kv import NoKvError, kv_of
 from pdxfer.bench.codec_quality import Material, Quality, measure
 from pdxfer.bench.codec_texts import calibration, held_out
 from pdxfer.cli.main import run
@@ -74,6 +75,20 @@ def test_codec_commands_without_a_model(capsys: pytest.CaptureFixture[str], tmp_
     assert run(["codec", "tables", "--model", str(tmp_path), *settings]) == 0
     assert run(["codec", "calibrate", "--model", str(tmp_path), "--text", str(tmp_path / "none"), *settings]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_kv_of_an_engine_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run left is read while the contexts are the same; others start an engine, whose failure is told."""
+    contexts = {"prose": [1, 2, 3, 4], "code": [5, 6]}
+    kv = {f"kv-{name}": np.full((1, 2, 1, len(ids), 2), ids[0], np.uint16) for name, ids in contexts.items()}
+    np.savez(tmp_path / "kv.npz", wanted=np.array(json.dumps(["m", 2, contexts])), **kv)
+    found = kv_of(Path("m"), contexts, 2, tmp_path / "kv.npz")
+    assert all(np.array_equal(found[name], kv[f"kv-{name}"]) for name in contexts)
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        kv_of(Path("m"), contexts, 4, tmp_path / "kv.npz")
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(NoKvError, match="ended with 1"):
+        kv_of(Path("other"), contexts, 2, tmp_path / "kv.npz")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """`pdxfer bench codec`: what each codec saves, costs in quality, and how fast it is, on real KV of a real model.
 
-Contexts of held-out text are prefilled, their KV goes through a codec in chunks as a store would do it, and the tokens
-that follow are predicted from what came back: KL divergence, top-1 agreement and perplexity against bfloat16 KV. The
-tables of klt and cachegen are learnt first, from other texts, unless --tables has them. Rates are GB of bfloat16 KV per
-CPU second (of all threads together), best of --reps; *numba* is klt without the C library.
+Contexts of held-out text are prefilled (--kv vllm: by an engine, out of whose store their KV is read), their KV goes
+through a codec in chunks, and the tokens that follow are predicted from what came back, by transformers in float32: KL
+divergence, top-1 agreement and perplexity against the KV as it was, bfloat16. The tables of klt and cachegen are learnt
+first, from other texts, unless --tables has them. Rates are GB of bfloat16 KV per CPU second (of all threads together),
+best of --reps; *numba* is klt without the C library.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdxfer.bench.codec_arms import arms, chunk_spec, ratio_at, timed
-from pdxfer.bench.codec_quality import Material, measure
+from pdxfer.bench.codec_kv import kv_of
+from pdxfer.bench.codec_quality import Material, Prefill, measure
 from pdxfer.bench.codec_texts import calibration, held_out
 from pdxfer.bench.report import Report, emit
 from pdxfer.codec.base import Codec
@@ -47,6 +49,7 @@ class Options:
     reps: int
     as_json: bool
     out: Path
+    kv: str
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,6 +74,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--windows", type=int, default=7, help="calibration windows (default 7)")
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk (default 256)")
     parser.add_argument("--reps", type=int, default=9, help="repetitions of each rate (default 9)")
+    parser.add_argument("--kv", choices=["vllm", "transformers"], default="transformers", help="who prefills")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, default=Path("bench/out"), help="where codec.json and .png go")
     args = parser.parse_args(argv)
@@ -80,7 +84,7 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         model=args.model, tables=args.tables or args.out / "codec-tables", texts=chosen, only=args.only,
         context=args.context, positions=args.positions, windows=args.windows, chunk=args.chunk, reps=args.reps,
-        as_json=args.json, out=args.out,
+        as_json=args.json, out=args.out, kv=args.kv,
     )  # fmt: skip
 
 
@@ -93,8 +97,8 @@ def run(options: Options, argv: list[str]) -> dict[str, Any]:
     if folder.current("klt", 0) is None:
         for tables in calibrate(model, calibration(), Windows(count=options.windows), _say):
             folder.put(tables)
-    texts = held_out()
-    material = Material(model, {name: texts[name] for name in options.texts}, options.context, options.positions)
+    texts = {name: text for name, text in held_out().items() if name in options.texts}
+    material = Material(model, texts, options.context, options.positions, _prefill(directory, options))
     families: dict[str, list[tuple[float, float]]] = {}
     for arm in arms(folder):
         if options.only not in arm.name:
@@ -111,6 +115,12 @@ def run(options: Options, argv: list[str]) -> dict[str, Any]:
     report.summary |= _rates(timed(folder), piece, options)
     emit(report, as_json=options.as_json, out_dir=options.out, draw=lambda axes: _draw(axes, families))
     return report.to_dict()
+
+
+def _prefill(directory: Path, options: Options) -> Prefill | None:
+    if options.kv != "vllm":
+        return None
+    return lambda contexts: kv_of(directory, contexts, options.chunk, options.out / "codec-kv.npz")
 
 
 def _summary(families: dict[str, list[tuple[float, float]]], num_positions: int) -> dict[str, Any]:

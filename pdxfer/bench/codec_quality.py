@@ -5,7 +5,7 @@ that KV. `measure` gives ratio, KL with its 95 % interval, top-1 agreement and p
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from pdxfer.codec.calibrate_model import LoadedModel
 from pdxfer.core.errors import ConfigError
 
 Array = npt.NDArray[Any]
+Prefill = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Array]]
+"""Token ids of each context → their KV, bfloat16 bits [L, 2, H, T, D]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +53,23 @@ class Quality:
 class Material:
     """Everything that is compared against."""
 
-    def __init__(self, model: LoadedModel, texts: Mapping[str, str], context: int, positions: int) -> None:
+    def __init__(
+        self, model: LoadedModel, texts: Mapping[str, str], context: int, positions: int, prefill: Prefill | None = None
+    ) -> None:
+        """`prefill`: where KV comes from, default the model itself."""
         self.model = model
-        self.contexts = [self._prepare(name, text, context, positions) for name, text in texts.items()]
+        ids = {name: model.token_ids(text) for name, text in texts.items()}
+        for name, found in ids.items():
+            if len(found) < context + positions:
+                raise ConfigError(f"text {name} has {len(found)} tokens; {context + positions} are needed")
+        prefill = prefill or (lambda wanted: {name: model.context_kv(found) for name, found in wanted.items()})
+        kv = prefill({name: found[:context] for name, found in ids.items()})
+        self.contexts = [self._prepare(n, kv[n], ids[n][context : context + positions]) for n in ids]
 
-    def _prepare(self, name: str, text: str, context: int, positions: int) -> Context:
-        ids = self.model.token_ids(text)
-        if len(ids) < context + positions:
-            raise ConfigError(f"text {name} has {len(ids)} tokens; {context + positions} are needed")
-        kv = self.model.context_kv(ids[:context])
-        probe = ids[context : context + positions]
+    def _prepare(self, name: str, kv: Array, probe: list[int]) -> Context:
         with self.model.torch.no_grad():
             reference = self.model.log_probs(kv, probe)
-        print(f"context {name}: {context} tokens, {positions} positions", file=sys.stderr)
+        print(f"context {name}: {kv.shape[3]} tokens, {len(probe)} positions", file=sys.stderr)
         return Context(name=name, kv=kv, probe=probe, reference=reference)
 
     @property

@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from pdxfer.connector.compat import VllmConfig, check_version
 from pdxfer.connector.identity import digest_weights
+from pdxfer.connector.packing import cpu_isa
 from pdxfer.kv.layout import KvLayout
 
 VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
@@ -66,8 +67,4 @@ def _packing(config: VllmConfig, layout: KvLayout) -> str:
     """How a block is arranged inside: on CPU it depends on the instruction set vLLM picked."""
     if layout.memory != "DRAM" or torch.cuda.is_available():
         return "plain"
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    model = config.model_config
-    kv_dtype = config.cache_config.cache_dtype
-    return str(_get_attn_isa(model.dtype, layout.block_size, model.get_head_size(), kv_dtype))
+    return cpu_isa(config, layout.block_size)

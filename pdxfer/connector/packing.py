@@ -25,6 +25,23 @@ def form_of(cache: torch.Tensor, isa: str, block_size: int, num_layers: int) -> 
     return PackedForm(packing, dtype, num_layers)
 
 
+def cpu_isa(config: Any, block_size: int) -> str:
+    """The instruction set that vLLM's CPU attention arranges blocks for, under this VllmConfig."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model = config.model_config
+    return str(_get_attn_isa(model.dtype, block_size, model.get_head_size(), config.cache_config.cache_dtype))
+
+
+def form_of_engine(config: Any) -> PackedForm:
+    """As form_of, of a CPU engine without tensor parallelism that runs in another process."""
+    model, block_size = config.model_config, config.cache_config.block_size
+    dtype = str(model.dtype).removeprefix("torch.")
+    heads, dim = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    packing = cpu_packing(cpu_isa(config, block_size), dtype, heads, block_size, dim)
+    return PackedForm(packing, dtype, model.get_num_layers(config.parallel_config))
+
+
 def cpu_packing(isa: str, dtype: str, heads: int, block_size: int, head_dim: int) -> Packing:
     """The packing of vLLM's CPU attention with `isa` (its `_get_attn_isa`). Raises ConfigError if it is not ours."""
     if dtype not in DTYPES:
