@@ -13,6 +13,7 @@ from pdxfer.router.api_wait import ApiWait
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_main import _parser, join
+from pdxfer.wire.halves import WorkerReady, socket_path
 
 
 def test_it_waits_for_an_answer_and_calls_once() -> None:
@@ -89,6 +90,35 @@ async def test_an_engine_joins_when_its_http_server_listens() -> None:
             await until(lambda: router.snapshot().is_ready)
     finally:
         await member.close()
+        router.close()
+
+
+async def test_vllms_scheduler_half_joins_when_its_http_server_listens() -> None:
+    """The connector's own member, without an engine: every rank is ready long before the API is."""
+    from pdxfer.connector.member import EngineFacts, Member
+    from pdxfer.connector.settings import ConnectorSettings
+    from pdxfer.core.clock import SYSTEM_CLOCK
+
+    router = RouterServer(RouterSettings(bind="tcp://127.0.0.1:0", heartbeat_s=0.1, missed_heartbeats=50))
+    router.start()
+    [port] = free_ports(1)
+    settings = ConnectorSettings(
+        role="decode", engine_id="d0", url=f"http://127.0.0.1:{port}", router=router.endpoint,
+        halves_path=socket_path(f"api-wait-{port}"),
+    )  # fmt: skip
+    facts = EngineFacts(
+        model="m", served_names=["m"], num_blocks=8, block_size=16, max_model_len=128, world_size=1,
+        max_step_blocks=8, plans_ready_hits=False,
+    )  # fmt: skip
+    member = Member(settings, facts, SYSTEM_CLOCK)
+    try:
+        member._on_fact(WorkerReady(rank=0, fingerprint={}))
+        await until(lambda: member._api is not None and member._api.num_asked >= 2)
+        assert not router.snapshot().engines
+        async with FakeEngine(FakeEngineSettings(engine_id="d0", port=port)):
+            await until(lambda: [engine.engine_id for engine in router.snapshot().engines] == ["d0"])
+    finally:
+        member.close()
         router.close()
 
 
