@@ -137,6 +137,7 @@ def test_the_switch_turns_frames_off_and_on(rig: Rig) -> None:
     assert isinstance(rig.run("b"), Landed) and rig.frames
 
 
+@pytest.mark.parametrize("rig", [{"drain_s": 0.2}], indirect=True)
 def test_revoked_in_mid_transfer_nothing_lands_after_the_fence(rig: Rig) -> None:
     """Abort while a frame waits to be decoded: it is dropped, its slot comes back, and Fenced comes once."""
     staging, decode = rig.decode.wire.staging, rig.decode.wire.staging._frames.decode

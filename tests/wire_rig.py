@@ -124,8 +124,13 @@ class Rig:
     """Both sides, connected."""
 
     def __init__(
-        self, prefill: WireSettings | None = None, decode: WireSettings | None = None, marks: dict[str, str] = MARKS
+        self,
+        prefill: WireSettings | None = None,
+        decode: WireSettings | None = None,
+        marks: dict[str, str] = MARKS,
+        drain_s: float = 10.0,
     ) -> None:
+        """`drain_s`: long, so that a busy machine does not cut the connection; short where a fence is wanted."""
         self.facts: list[ToScheduler] = []
         self.settled: list[tuple[str, bool, str]] = []
         self.sent: list[UnitHeader] = []
@@ -136,7 +141,7 @@ class Rig:
         self.prefill = Side(1, prefill or settings(), MARKS)
         self.decode = Side(2, decode or settings(), marks)
         self.receiver = Receiver(
-            0, self.decode.region, self._fact, SYSTEM_CLOCK, 0.2, lambda: [P0], self.decode.wire.staging
+            0, self.decode.region, self._fact, SYSTEM_CLOCK, drain_s, lambda: [P0], self.decode.wire.staging
         )
         options = EndpointOptions()
         self.there = TcpEndpoint(options, D0, self.decode.region, _DecodeSink(self))
