@@ -24,6 +24,7 @@ from pdxfer.memory.segment import HUGE_PAGE, Segment, private_map
 MIB = 1 << 20
 
 
+@settings(deadline=None)
 @given(st.integers(32 << 10, 1 << 36))
 def test_a_piece_wastes_less_than_13_percent(num_bytes: int) -> None:
     size = piece_bytes(num_bytes)
@@ -31,6 +32,7 @@ def test_a_piece_wastes_less_than_13_percent(num_bytes: int) -> None:
     assert size % GRANULE == 0 and piece_bytes(size) == size
 
 
+@settings(deadline=None)
 @given(st.integers(0, 32 << 10))
 def test_a_small_piece_wastes_less_than_a_page(num_bytes: int) -> None:
     assert num_bytes <= piece_bytes(num_bytes) < max(1, num_bytes) + GRANULE

@@ -6,7 +6,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdxfer.kv.chunks import chunk_keys, extra_bytes, identity_digest, partial_keys
@@ -81,6 +81,7 @@ def test_the_chain_can_be_continued():
     assert whole == keys()[:2] + keys(PROMPT + PROMPT, after=keys()[1])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=200), st.integers(0, 10**6), st.sampled_from([16, 32]))
 def test_any_token_changes_its_chunk_and_all_after(ids, at, chunk):
     """Nothing before the changed token changes, everything from its chunk on does."""

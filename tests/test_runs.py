@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdxfer.kv.layout import KvLayout
@@ -44,6 +44,7 @@ blocks = st.lists(st.integers(0, BLOCKS - 1), max_size=10, unique=True)
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(st.booleans(), blocks, st.integers(0, LAYERS - 1), st.integers(0, LAYERS))
 def test_block_runs_name_the_bytes_of_a_naive_walk_in_its_order(
     adjacent: bool, ids: list[int], first: int, n: int
@@ -56,6 +57,7 @@ def test_block_runs_name_the_bytes_of_a_naive_walk_in_its_order(
     assert not (ends[:-1] == runs[1:, 0]).any(), "adjacent ranges are merged"
 
 
+@settings(deadline=None)
 @given(lengths, lengths, st.randoms(use_true_random=False))
 def test_paired_runs_move_the_same_bytes_as_a_byte_by_byte_copy(a: list[int], b: list[int], random: object) -> None:
     b = b[: len(b) - 1] + [max(1, sum(a) - sum(b[:-1]))] if sum(b[:-1]) < sum(a) else [sum(a)]

@@ -1,6 +1,6 @@
 """The stream of what is near, and the breaker: pure, so tested as such."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdxfer.store.events import MAX_BATCH, Batch, EventLog, Mirror
@@ -14,6 +14,7 @@ CHANGES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(CHANGES, st.integers(0, 5))
 def test_a_mirror_is_what_the_tiers_hold(changes: list[tuple[str, str, set[bytes]]], joins: int) -> None:
     """Whenever it joined: after a flush, exactly."""

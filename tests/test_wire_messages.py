@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_kit import make_hello, make_pair, make_worker_hello
 
@@ -29,6 +29,7 @@ def test_golden_bytes() -> None:
     )
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
     """ProtocolError is the only way out."""
@@ -48,6 +49,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(TAGS, st.dictionaries(st.text(max_size=12), JSON))
 def test_well_formed_msgpack_of_the_wrong_shape_is_refused(tag: str, fields: dict[str, object]) -> None:
     """Types, bounds and unknown fields are checked by the decoder."""

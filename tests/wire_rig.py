@@ -182,7 +182,7 @@ class Rig:
 
     def wait(self, condition: Callable[[], object]) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, timeout=10.0), (self.facts, self.settled, self.credits)
+            assert self.changed.wait_for(condition, timeout=60.0), (self.facts, self.settled, self.credits)
 
     def expect(self, transfer_id: str = "t", target: list[int] = TARGET, epoch: int = 1) -> None:
         self.receiver.expect(
