@@ -1,6 +1,6 @@
 """`pdxfer bench wire`: what codecs on the wire do to time to first token, on a slow link and on a fast one.
 
-Pairs of fake engines with the demo model's KV, prefill as fast as --prefill-tokens-per-s says: raw; `auto` with
+Pairs of fake engines, KV of the demo model's shape, prefill as fast as --prefill-tokens-per-s says: raw; `auto` with
 lossless codecs; `auto` with int8 allowed as well. Prompts go to all arms by turns. Prints a table (or one JSON object).
 """
 

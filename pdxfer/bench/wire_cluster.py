@@ -1,4 +1,4 @@
-"""The pairs of the wire bench: a router, a proxy and two fake engines each, with the demo model's KV.
+"""The pairs of the wire bench: a router, a proxy and two fake engines each, KV of the demo model's shape.
 
 Router and proxy run in this process, on the prefill side of the link; engines are processes. Fake engines move real
 bytes over real sockets and check samples of them; only computing is replaced by waiting.

@@ -56,7 +56,9 @@ def _add(verb: str, text: str, example: str) -> None:
         tokens_file: Annotated[str, typer.Option("--tokens-file", help="JSON list of token ids.")] = "",
         model: Annotated[str, typer.Option(help="A model: its tokenizer; or a LoRA adapter: its KV.")] = "",
         salt: Annotated[str, typer.Option(help="cache_salt of the prompt.")] = "",
-        engine: Annotated[list[str] | None, typer.Option(help="Only on this engine; may be repeated.")] = None,
+        engine: Annotated[
+            list[str] | None, typer.Option(help="Only on this engine, or to it with --from-engine; may be repeated.")
+        ] = None,
         tier: Annotated[str, typer.Option(help="Only this tier.")] = "",
         to_tier: Annotated[str, typer.Option(help="move, copy, prefetch: where to.")] = "",
         from_engine: Annotated[str, typer.Option(help="move, copy: out of this engine's tiers.")] = "",
