@@ -9,6 +9,7 @@ import pytest
 
 from pdxfer.cli import main
 from pdxfer.cli.checks import access, channels, machine, model, software
+from pdxfer.cli.checks import all as everything
 from pdxfer.cli.checks.finding import Finding
 from pdxfer.config.load import load
 from pdxfer.config.schema import Config
@@ -84,6 +85,14 @@ def test_the_choice_is_the_first_kind_that_works(monkeypatch: pytest.MonkeyPatch
     found = by_name(channels.check_channels(config("transport.channels=nixl,local,tcp"), {}))
     assert found["channel nixl"].status == "warning" and "pdxfer[nixl]" in found["channel nixl"].fix
     assert found["channel choice"].text == "on one host local, between hosts tcp (nixl is not available)"
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("vllm", True), ("fake", False)])
+def test_kv_in_gpu_memory_is_said_to_be_untried(monkeypatch: pytest.MonkeyPatch, kind: str, is_told: bool) -> None:
+    """Nothing of it ran on hardware."""
+    monkeypatch.setattr(channels, "_try", lambda kind: "")
+    found = by_name(everything.run_checks(config(f"engine.kind={kind}"), Machine(cpus=(0, 1), gpus=(0, 1)), {}))
+    assert ("gpu memory" in found) is is_told
 
 
 def test_no_working_kind_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ class SecurityConfig(Section, frozen=True):
     """Who may join and who may ask. Nothing is needed on loopback."""
 
     keys_dir: str = ""
-    """Directory made by `pdxfer keys new`: encrypts and authenticates everything between router, engines and proxy."""
+    """Directory made by `pdxfer keys new`: encrypts and authenticates the control plane (not KV, not HTTP)."""
     token_file: str = ""
     """File with the cluster's bearer token: required by the management API and the engines, sent by proxy and CLI."""
     allow_insecure: bool = False

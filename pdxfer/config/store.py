@@ -14,16 +14,16 @@ class TierConfig(Section, frozen=True):
 
     url: Annotated[str, Meta(min_length=1)]
     """`dram:`, `file:///DIR`, `lmdb:///DIR`, `sqlite:///FILE`, `redis://`, `rediss://`, `valkey://`, `memcached://`,
-    `s3://`, `gs://`, `az://`, `mooncake://`, `infinistore://`, `nixl-posix:///DIR`, `peer:` (what other nodes keep), or
-    `module:Class`."""
+    `s3://`, `gs://`, `az://`, `mooncake://`, `infinistore://`, `nixl-posix:///DIR` and its siblings (docs/remote.md),
+    `peer:` (what other nodes keep), or `module:Class`."""
     capacity_gib: Annotated[float, Meta(ge=0)] = 0.0
-    """Hard limit in GiB; 0: dram takes min(25 % of memory, the cgroup's limit), disk 10, servers their own."""
+    """Hard limit in GiB; 0: dram takes 25 % of the smaller of memory and cgroup limit, disk 10, servers their own."""
     codec: str = "raw"
     """How values are kept here: raw, lossless, zstd, int8, fp8, int4, cachegen, klt, or a plug-in's name."""
     level: Annotated[int, Meta(ge=0, le=9)] = 0
     """The codec's level; 0: its default."""
     write: Literal["through", "back", "none"] = "through"
-    """When values arrive here: `through` with the save, `back` when a faster tier evicts them, `none` by hand only."""
+    """When values arrive here: `through` with the save, `back` when memory is 75 % full, `none` by hand only."""
     promote: bool = True
     """A hit here is copied into the faster tiers."""
     eviction: Eviction = "lru"
@@ -37,7 +37,7 @@ class TierConfig(Section, frozen=True):
     put_timeout_s: Seconds = 10.0
     """A write that takes longer is dropped."""
     options: dict[str, str] = field(default_factory=dict)
-    """Further settings of this kind of tier; see docs/configuration."""
+    """Further settings of this kind of tier: docs/disk.md, docs/remote.md."""
 
 
 class StoreConfig(Section, frozen=True):
@@ -81,7 +81,7 @@ class CodecConfig(Section, frozen=True):
     one codec, `name` or `name:level`, for every chunk. Works over `tcp` channels; the others always send raw."""
     allow: list[str] = field(default_factory=lambda: ["lossless"])
     """Codecs that `auto` may choose, `name` or `name:level`. Lossy ones change answers slightly, so they must be named
-    here: int8 halves the bytes at a KL of 0.00006 (docs/codecs.md)."""
+    here: int8 halves the bytes at a KL of 0.00005 on the demo model (docs/codecs.md)."""
     models: dict[str, list[str]] = field(default_factory=dict)
     """Served model name → codecs it allows instead of `allow`; an empty list keeps it raw."""
     tenants: dict[str, list[str]] = field(default_factory=dict)

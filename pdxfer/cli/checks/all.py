@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pdxfer.cli.checks.access import check_access
 from pdxfer.cli.checks.channels import check_channels
-from pdxfer.cli.checks.finding import Finding, blocks, ok
+from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
 from pdxfer.cli.checks.machine import check_machine
 from pdxfer.cli.checks.model import check_model
 from pdxfer.cli.checks.software import check_software
@@ -27,7 +27,10 @@ def run_checks(config: Config, machine: Machine, environ: Mapping[str, str]) -> 
     except ConfigError as error:
         return [*findings, blocks("topology", str(error), "see the message"), *check_access(config)]
     places = "; ".join(f"{e.engine_id} on {_place(e.gpus, e.cpus)}, port {e.port}" for e in engines)
-    findings += [_gpus(machine, [gpu for e in engines for gpu in e.gpus]), ok("topology", places)]
+    used = [gpu for engine in engines for gpu in engine.gpus]
+    findings += [_gpus(machine, used), ok("topology", places)]
+    if used and config.engine.kind != "fake":
+        findings.append(_gpu_memory())
     return [*findings, *check_machine(config, specs, len(engines), weights_bytes), *check_access(config)]
 
 
@@ -37,6 +40,15 @@ def _gpus(machine: Machine, used: list[int]) -> Finding:
     if missing:
         return blocks("devices", f"{text}; the topology wants GPU {missing[0]}", "use a cpu config, or change `gpus`")
     return ok("devices", text)
+
+
+def _gpu_memory() -> Finding:
+    """Tested against fakes only, so who runs it first must know."""
+    return warning(
+        "gpu memory",
+        "KV in GPU memory moves by nixl only, whatever the choice above; written, but never run on a GPU so far",
+        "compare answers with one engine's before you rely on it; see docs/gpu.md",
+    )
 
 
 def _place(gpus: tuple[int, ...], cpus: str) -> str:

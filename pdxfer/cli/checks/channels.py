@@ -157,7 +157,11 @@ def _ucx(environ: Mapping[str, str]) -> Finding:
         " ".join(f"{name}={value}" for name, value in found.items()) or "no UCX_* variables; our channel sets its own"
     )
     devices = [path.name for path in sorted(Path("/sys/class/infiniband").glob("*"))]
-    text += f"; RDMA devices: {', '.join(devices) or 'none, nixl uses TCP between hosts'}"
+    text += (
+        f"; RDMA devices: {', '.join(devices)} (RDMA was not tried so far)"
+        if devices
+        else "; no RDMA devices: nixl uses TCP"
+    )
     if "UCX_TLS" in found:
         return warning("ucx", text, "UCX_TLS overrides our choice; with cma or shared memory in it push is not fenced")
     return ok("ucx", text)
