@@ -181,8 +181,12 @@ class Rig:
             self.changed.notify_all()
 
     def wait(self, condition: Callable[[], object]) -> None:
+        """Also for what nobody tells us of: looked at often."""
+        end = SYSTEM_CLOCK.now() + 60.0
         with self.changed:
-            assert self.changed.wait_for(condition, timeout=60.0), (self.facts, self.settled, self.credits)
+            while not condition():
+                assert SYSTEM_CLOCK.now() < end, (self.facts, self.settled, self.credits)
+                self.changed.wait(0.02)
 
     def expect(self, transfer_id: str = "t", target: list[int] = TARGET, epoch: int = 1) -> None:
         self.receiver.expect(
