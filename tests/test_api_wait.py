@@ -122,6 +122,25 @@ async def test_vllms_scheduler_half_joins_when_its_http_server_listens() -> None
         router.close()
 
 
+async def test_a_scheduler_half_that_is_closed_asks_nobody() -> None:
+    from pdxfer.connector.member import EngineFacts, Member
+    from pdxfer.connector.settings import ConnectorSettings
+    from pdxfer.core.clock import SYSTEM_CLOCK
+
+    settings = ConnectorSettings(
+        role="decode", engine_id="d0", url="http://127.0.0.1:1", router="tcp://127.0.0.1:1",
+        halves_path=socket_path("api-wait-closed"),
+    )  # fmt: skip
+    facts = EngineFacts(
+        model="m", served_names=["m"], num_blocks=8, block_size=16, max_model_len=128, world_size=1,
+        max_step_blocks=8, plans_ready_hits=False,
+    )  # fmt: skip
+    member = Member(settings, facts, SYSTEM_CLOCK)
+    member.close()
+    member._on_fact(WorkerReady(rank=0, fingerprint={}))
+    assert member._api is None
+
+
 class _Answer(BaseHTTPRequestHandler):
     status = 200
 

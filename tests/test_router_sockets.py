@@ -132,6 +132,25 @@ async def test_a_restarted_router_is_found_again(tmp_path: Path) -> None:
             await proxy.close()
 
 
+async def test_a_notice_that_cannot_be_taken_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the next beat the router would take a living proxy for gone."""
+    proxy = ProxyClient(endpoint="tcp://127.0.0.1:1", proxy_id="x", security=None, on_message=lambda _: None)
+    await proxy.start()
+    before = proxy._timer
+    assert before is not None
+    before.cancel()
+
+    def fail() -> None:
+        raise RuntimeError("a bug in a callback")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proxy, "_on_ready", fail)
+        with pytest.raises(RuntimeError):
+            proxy._beat()
+    assert proxy._timer is not before and not proxy._timer.cancelled()
+    await proxy.close()
+
+
 def test_a_member_with_a_wrong_key_is_refused_and_counted(
     keys_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

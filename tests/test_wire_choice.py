@@ -2,6 +2,7 @@
 
 import pytest
 
+from pdxfer.node import wire_choice
 from pdxfer.node.wire_choice import MIN_BYTES, RAW, Chooser, LinkRate, Rates
 from pdxfer.node.wire_settings import WireSettings, split, wire_settings
 
@@ -118,6 +119,19 @@ def test_a_receiver_that_stalls_now_and_then_does_not_make_a_fast_link_slow() ->
         now, written = now + CHUNK / (5e7 if number % 3 else 2e9), written + CHUNK
         link.end(now, written, 1 << 20)
     assert link.bytes_per_s > 1e9
+
+
+def test_a_peers_rate_may_come_while_ours_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that measures adds codecs while a lane learns."""
+    rates = {"lossless": Rates(ratio=1.4, encode=3e9, decode=5e9)}
+
+    def meanwhile(entry: str) -> tuple[str, int]:
+        rates[f"new{len(rates)}"] = Rates(ratio=1.0, encode=1e9, decode=1e9)
+        return split(entry)
+
+    monkeypatch.setattr(wire_choice, "split", meanwhile)
+    Chooser(rates).decoded("lossless", 1e9)
+    assert rates["lossless"].decode < 5e9
 
 
 def test_entries_name_a_level_or_none() -> None:

@@ -1,13 +1,15 @@
 """The staged path over sockets: frames come into slots, are checked, decoded, scattered; what is wrong is caught."""
 
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-from wire_rig import CHUNK_BLOCKS, LAYERS, PACKING, SOURCE, TARGET, Rig, settings
+from wire_rig import CHUNK_BLOCKS, LAYERS, P0, PACKING, SOURCE, TARGET, Rig, settings
 
 from pdxfer.codec.frame import HEADER_BYTES
+from pdxfer.node.staging_ring import Key
 from pdxfer.transport.base import OutgoingUnit
 from pdxfer.wire.halves import Fenced, Landed
 
@@ -137,9 +139,9 @@ def test_the_switch_turns_frames_off_and_on(rig: Rig) -> None:
     assert isinstance(rig.run("b"), Landed) and rig.frames
 
 
-@pytest.mark.parametrize("rig", [{"drain_s": 0.2}], indirect=True)
 def test_revoked_in_mid_transfer_nothing_lands_after_the_fence(rig: Rig) -> None:
-    """Abort while a frame waits to be decoded: it is dropped, its slot comes back, and Fenced comes once."""
+    """Abort while a frame waits to be decoded: it is dropped, its slot comes back, Fenced comes once; the connection,
+    which other transfers use, is not cut for it."""
     staging, decode = rig.decode.wire.staging, rig.decode.wire.staging._frames.decode
 
     def revoke_then_decode(frame: memoryview, unit: object) -> object:
@@ -155,6 +157,51 @@ def test_revoked_in_mid_transfer_nothing_lands_after_the_fence(rig: Rig) -> None
     rig.wait(lambda: len(staging._ring._free) == staging._ring.num_slots)
     staging._ring.check()
     assert (rig.decode.array == before).all() and staging.num_frames == 0
+    assert rig.there.has(P0) and isinstance(rig.run("u"), Landed)
+
+
+def test_a_grant_that_ends_before_its_slots_are_open_leaves_no_credit_behind(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer is lost between the two steps of `expect`: whichever comes last gives the slots back."""
+    staging, may_open, is_expected = rig.decode.wire.staging, threading.Event(), threading.Event()
+    opens, fence = staging.open, staging.fence
+
+    def late(key: Key) -> None:
+        rig.receiver.revoke("t", 1, "the peer is lost")
+        assert may_open.wait(10)
+        opens(key)
+
+    def slow(key: Key) -> None:
+        fence(key)
+        may_open.set()
+        if threading.current_thread() is not threading.main_thread():
+            assert is_expected.wait(10)
+
+    monkeypatch.setattr(staging, "open", late)
+    monkeypatch.setattr(staging, "fence", slow)
+    rig.expect("t")
+    is_expected.set()
+    rig.wait(lambda: rig.end_of("t"))
+    assert not staging._ring._shares and not staging._open
+
+
+def test_whatever_a_codec_does_costs_a_unit_never_the_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode gets too few bytes, prefill's codec raises what nobody expects: the next transfers go on."""
+    decode = rig.decode.wire._frames.decode
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.decode.wire._frames, "decode", lambda *a: (decode(*a)[0][:-8], "lossless"))
+        end = rig.run("a")
+        assert isinstance(end, Fenced) and "bad frame" in end.reason
+    assert isinstance(rig.run("b"), Landed) and rig.is_equal
+    num_frames = len(rig.frames)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(rig.prefill.wire._frames, "encode", fail)
+    rig.decode.array[:, TARGET] = 0
+    assert isinstance(rig.run("c"), Landed) and rig.is_equal and len(rig.frames) == num_frames
 
 
 def test_an_old_epochs_frame_finds_no_slot(rig: Rig) -> None:

@@ -130,7 +130,9 @@ class Member:
             self.inbox.put(fact)
             self._fingerprints[fact.rank] = fact.fingerprint
             if len(self._fingerprints) == self._facts.world_size and self._api is None and self._settings.router:
-                self._api = ApiWait(self._settings.url, self._join)
+                with self._lock:
+                    if not self._is_closed:
+                        self._api = ApiWait(self._settings.url, self._join)
         elif isinstance(fact, Generation):
             self._generations[fact.rank] = fact.number
         elif isinstance(fact, Listening):

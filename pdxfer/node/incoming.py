@@ -24,6 +24,8 @@ class Incoming:
     """Kind of channel it comes over; known with the first claim."""
     claims: int = 0
     """Writes under way here (channels whose last hop is ours)."""
+    num_frames: int = 0
+    """Of the claims, those of frames: their bytes come into a slot, and the staging's fence keeps them there."""
     num_units: int = 0
     num_bytes: int = 0
     revoked: str = ""

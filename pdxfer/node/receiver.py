@@ -124,6 +124,7 @@ class Receiver:
                 self.num_rejected += 1
                 return None
             incoming.claims += 1
+            incoming.num_frames += bool(header.frame_bytes)
             incoming.claimed(header)[:] = True
             incoming.peer, incoming.channel = peer, kind
         return runs
@@ -145,6 +146,7 @@ class Receiver:
         complete = False
         with self._changed:
             incoming.claims -= 1
+            incoming.num_frames -= bool(header.frame_bytes)
             self._changed.notify_all()
             if good and not incoming.revoked:
                 incoming.cells(header)[:] = True
@@ -173,6 +175,7 @@ class Receiver:
             return
         with self._changed:
             incoming.claims -= 1
+            incoming.num_frames -= bool(header.frame_bytes)
             self._changed.notify_all()
         self._begin_revoke(incoming, f"unit from {peer.engine_id} failed: {reason}")
 
@@ -340,8 +343,10 @@ class Receiver:
             self._fence(incoming)
 
     def _is_quiet(self, incoming: Incoming) -> bool:
-        """Nothing of this grant can land: no claim is held, and no peer writes by itself (or it has stopped)."""
-        return incoming.told and incoming.claims == 0 and (incoming.peer_stopped or not incoming.pushed)
+        """Nothing of this grant can land: no claim is held, and no peer writes by itself (or it has stopped). Frames do
+        not count: the staging's fence keeps them out of the blocks."""
+        has_claims = incoming.claims > incoming.num_frames
+        return incoming.told and not has_claims and (incoming.peer_stopped or not incoming.pushed)
 
     def _fence(self, incoming: Incoming) -> None:
         log.warning(
@@ -358,12 +363,13 @@ class Receiver:
         self._fenced(incoming)
 
     def _fenced(self, incoming: Incoming) -> None:
-        if self._staging is not None:
-            self._staging.fence((incoming.expect.transfer_id, incoming.expect.epoch))
+        key = (incoming.expect.transfer_id, incoming.expect.epoch)
         with self._changed:
-            if (incoming.expect.transfer_id, incoming.expect.epoch) not in self._incoming:
+            if key not in self._incoming:
                 return
             self._retire(incoming)
+        if self._staging is not None:  # after it is retired: `expect` may be about to open it
+            self._staging.fence(key)
         self._report(
             Fenced(
                 rank=self._rank,

@@ -104,10 +104,10 @@ class Staging:
     def fence(self, key: Key) -> None:
         """After it returns no frame of this grant is scattered any more. Waits for a copy at most. Idempotent."""
         with self._changed:
-            if key not in self._open:
-                return
-            self._open.discard(key)
-            credits = self._ring.close(key)
+            credits: dict[Key, int] = {}
+            if key in self._open:
+                self._open.discard(key)
+                credits = self._ring.close(key)
             self._changed.wait_for(lambda: key not in self._scattering)
         self._pass_on(credits)
 
@@ -138,10 +138,17 @@ class Staging:
     def _run(self) -> None:
         unpin_current_thread()
         while (job := self._jobs.get()) is not None:
-            error = self._unstage(job)
-            self._release(job.slot)
-            assert self._done is not None
-            self._done(job.peer, job.header, error)
+            try:
+                self._work(job)
+            except Exception:
+                # Without this thread no frame would ever be decoded again; the transfer ends by its deadline.
+                log.exception("frame of %s: please report this", job.header.transfer_id)
+
+    def _work(self, job: _Job) -> None:
+        error = self._unstage(job)
+        self._release(job.slot)
+        assert self._done is not None
+        self._done(job.peer, job.header, error)
 
     def _unstage(self, job: _Job) -> str:
         """Decode and scatter one frame; returns why not."""
@@ -150,15 +157,15 @@ class Staging:
         start_s = self._clock.now()
         try:
             raw, codec = self._frames.decode(frame, job.header)
+            problem = self._scatter(_key(job.header), job.runs, raw)
         except FrameError as error:
             self.num_bad += 1
             return f"bad frame: {error}"
         except Exception as error:
-            # A codec's bug must cost this unit only: without this thread no frame would ever be decoded again.
+            # A codec's bug must cost this unit only.
             log.exception("frame of %s: please report this", job.header.transfer_id)
             self.num_bad += 1
             return f"bad frame: {type(error).__name__}: {error}"
-        problem = self._scatter(_key(job.header), job.runs, raw)
         self.last_decoded = (codec, raw.nbytes / max(1e-9, self._clock.now() - start_s))
         return problem
 

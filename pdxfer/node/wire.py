@@ -99,8 +99,9 @@ class Wire:
             try:
                 self._rates[entry] = self._rate(entry, raw)
                 log.info("wire: %s %s", entry, _words(self._rates[entry]))
-            except (PdxferError, ValueError) as error:
-                log.warning("wire: codec %s cannot be used here: %s", entry, error)
+            except Exception as error:  # an installed codec may raise anything; the others are measured all the same
+                expected = isinstance(error, PdxferError | ValueError)
+                log.warning("wire: codec %s cannot be used here: %s", entry, error, exc_info=not expected)
 
     def _rate(self, entry: str, raw: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> Rates:
         codec = self._frames.codec(*split(entry))

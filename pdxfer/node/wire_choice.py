@@ -142,7 +142,7 @@ class Chooser:
 
     def decoded(self, codec: str, bytes_per_s: float) -> None:
         """How fast the peer has decoded a frame of this codec, at whatever level."""
-        for entry, rates in self._rates.items():
+        for entry, rates in list(self._rates.items()):  # they are still being measured, on another thread
             if bytes_per_s > 0 and split(entry)[0] == codec:
                 rates.decode += SMOOTHING * (bytes_per_s - rates.decode)
 

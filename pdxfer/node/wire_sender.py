@@ -104,8 +104,11 @@ class WireSender:
                 raise PdxferError("this engine's values are not known")
             began = self._clock.now()
             frame = self._frames.encode(self._gather(unit.source, header.num_bytes), header, codec)
-        except (PdxferError, ValueError) as error:
-            log.warning("codec %s is not used on the wire any more: %s", entry, error)
+            source = self._runs(frame)
+        except Exception as error:
+            # Whatever a codec does, installed ones too, costs that codec only: the unit goes as it is.
+            expected = isinstance(error, PdxferError | ValueError)
+            log.warning("codec %s is not used on the wire any more: %s", entry, error, exc_info=not expected)
             self._chooser.forbid(entry)
             return None
         frame_bytes = sum(len(part) for part in frame)
@@ -115,7 +118,7 @@ class WireSender:
         digest = header.digest if codec.lossless else 0
         return OutgoingUnit(
             header=msgspec.structs.replace(header, frame_bytes=frame_bytes, digest=digest),
-            source=self._runs(frame),
+            source=source,
             source_blocks=unit.source_blocks,
             target_blocks=unit.target_blocks,
             frame=frame,

@@ -161,8 +161,8 @@ class ProxyClient:
     def _beat(self) -> None:
         """Once a heartbeat: report, and notice silence, after what has come is read."""
         assert self._loop is not None
+        self._timer = self._loop.call_later(self._session.heartbeat_s, self._beat)  # first: what follows may raise
         self._on_ready()
-        self._timer = self._loop.call_later(self._session.heartbeat_s, self._beat)
         now = self._clock.now()
         if self._session.judge(now):
             assert self._socket is not None
