@@ -42,7 +42,7 @@ class Rig:
         async with self.http.post(self.url + path, headers=headers, **kind) as response:
             return response.status, await response.json(), response.headers
 
-    async def settled(self, timeout_s: float = 5.0) -> None:
+    async def settled(self, timeout_s: float = 20.0) -> None:
         """Wait until the proxy has accounted for every request: a client sees its answer a moment earlier."""
         async with asyncio.timeout(timeout_s):
             while self.count("in_flight_requests"):

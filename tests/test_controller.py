@@ -23,7 +23,7 @@ TOKEN = {"Authorization": "Bearer s3cret"}
 
 @pytest.fixture
 def router() -> Iterator[RouterServer]:
-    server = RouterServer(RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1))
+    server = RouterServer(RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1, missed_heartbeats=20))
     server.start()
     yield server
     server.close()

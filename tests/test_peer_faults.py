@@ -36,9 +36,9 @@ async def test_a_peer_that_misbehaves_is_a_miss_by_the_deadline(name: str) -> No
     with scripted(script) as node:
         async with reading(node) as (tier, _):
             await knows(tier, KEY)
-            before = SYSTEM_CLOCK.now()
-            assert await read(tier, KEY, soon(0.3)) is None
-            assert SYSTEM_CLOCK.now() - before < 5.0
+            before, limit_s = SYSTEM_CLOCK.now(), 1.0 if "silent" in name else 30.0
+            assert await read(tier, KEY, soon(limit_s)) is None
+            assert SYSTEM_CLOCK.now() - before < limit_s + 5.0
             assert set(tier.stats().failures) == reasons
             await until(lambda: tier._pool.lent_bytes == 0, "buffers to come back")
 
@@ -60,8 +60,8 @@ async def test_a_peer_that_is_killed_in_the_middle_is_a_miss_and_a_frozen_one_to
             async def keep_reading() -> None:
                 for _ in range(1000):
                     before = SYSTEM_CLOCK.now()
-                    got.append(await read(tier, KEY, soon(1.0)))
-                    assert SYSTEM_CLOCK.now() - before < 5.0
+                    got.append(await read(tier, KEY, soon(3.0)))
+                    assert SYSTEM_CLOCK.now() - before < 10.0
                     if got[-1] is None:
                         return
 

@@ -42,7 +42,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with serving(heartbeat_s=0.2) as site:
+    with serving(heartbeat_s=0.2, missed_heartbeats=50) as site:
         tiers = {name: [*local_tiers(tmp_path / name), TierConfig(url="peer:")] for name in "ab"}
         with (
             nodes(site.router.endpoint, tiers) as stores,
@@ -165,7 +165,7 @@ def test_the_scheduler_half_finds_and_loads_what_a_peer_holds(cluster: Cluster) 
 
 def test_engines_of_one_role_and_of_other_models(tmp_path: Path) -> None:
     """Two prefill engines have no channel between them, and read each other's stores; another model's knows neither."""
-    with serving(heartbeat_s=0.2) as site:
+    with serving(heartbeat_s=0.2, missed_heartbeats=50) as site:
         tiers = {name: [*local_tiers(tmp_path / name), TierConfig(url="peer:")] for name in "ab"}
         with (
             nodes(site.router.endpoint, tiers, role="prefill") as stores,

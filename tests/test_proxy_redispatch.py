@@ -15,7 +15,7 @@ def redispatch(r: Rig, transfer_id: str, epoch: int = 2) -> Redispatch:
 
 async def legs(r: Rig, count: int) -> list[dict[str, object]]:
     """Our part of the prefill legs' parameters, once so many have come."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while len(r.prefill.counts.seen) < count:
             await asyncio.sleep(0.005)
     return [msgspec.json.decode(seen.body)["kv_transfer_params"]["pdxfer"] for seen in r.prefill.counts.seen]
@@ -23,7 +23,7 @@ async def legs(r: Rig, count: int) -> list[dict[str, object]]:
 
 async def test_a_prefill_leg_is_sent_again_under_the_same_transfer() -> None:
     """The first one, which hangs, is cut off; a repeated or older word sends nothing."""
-    async with rig(engine={"inter_token_s": 0.05}) as r:
+    async with rig(engine={"inter_token_s": 0.1}) as r:
         r.prefill.faults.hang, r.prefill.faults.num_times = True, 1
         request = asyncio.create_task(r.post("/v1/completions", COMPLETION))
         await legs(r, 1)
@@ -41,7 +41,7 @@ async def test_a_prefill_leg_is_sent_again_under_the_same_transfer() -> None:
 
 
 async def test_the_failure_of_a_second_leg_is_told_with_its_epoch() -> None:
-    async with rig(engine={"inter_token_s": 0.05}) as r:
+    async with rig(engine={"inter_token_s": 0.1}) as r:
         r.prefill.faults.hang, r.prefill.faults.num_times = True, 1
         request = asyncio.create_task(r.post("/v1/completions", COMPLETION))
         await legs(r, 1)
@@ -61,7 +61,7 @@ async def test_a_leg_of_a_request_that_is_over_is_refused_at_once() -> None:
 
 
 async def test_the_timeline_tells_who_took_over() -> None:
-    async with rig(engine={"inter_token_s": 0.05}) as r:
+    async with rig(engine={"inter_token_s": 0.1}) as r:
         r.prefill.faults.hang, r.prefill.faults.num_times = True, 1
         request = asyncio.create_task(r.post("/v1/completions", COMPLETION, {"X-Request-Id": "q"}))
         await legs(r, 1)

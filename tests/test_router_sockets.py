@@ -20,7 +20,8 @@ from pdxfer.wire.keys import ClientSecurity, load_client_security, load_server_s
 from pdxfer.wire.messages import Drain, Ended, Grant, Heartbeat, Local, Pairing, Release, Stamp, Started
 from pdxfer.wire.version import MAX_MESSAGE_BYTES, PROTOCOL
 
-SETTINGS = RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1, forget_s=5.0)
+SETTINGS = RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1, missed_heartbeats=20, forget_s=5.0)
+"""The machine may be busy: a heartbeat may be late."""
 
 
 @contextmanager
@@ -116,7 +117,7 @@ async def test_a_restarted_router_is_found_again(tmp_path: Path) -> None:
     """Members and proxy say hello to a new router on the same port, and a question asked meanwhile is answered."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    settings = RouterSettings(bind=f"tcp://127.0.0.1:{port}", heartbeat_s=0.1)
+    settings = RouterSettings(bind=f"tcp://127.0.0.1:{port}", heartbeat_s=0.1, missed_heartbeats=20)
     proxy = ProxyClient(endpoint=settings.bind, proxy_id="x", security=None, on_message=lambda _: None, heartbeat_s=0.1)
     with running(settings=settings) as server, pair_of_engines(server) as engines:
         await proxy.start()
@@ -232,7 +233,8 @@ def test_drain_reaches_the_engine_and_stops_pairing() -> None:
 
 def test_a_silent_engine_is_suspect_and_then_back() -> None:
     """An engine whose worker is gone is out of the pairings after three heartbeats."""
-    with running() as server, pair_of_engines(server) as (prefill, _):
+    settings = RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1)
+    with running(settings=settings) as server, pair_of_engines(server) as (prefill, _):
         prefill.worker.client.close()
         wait_until(lambda: any(e.engine_id == "p0" and e.state == "suspect" for e in server.snapshot().engines))
         assert not server.snapshot().is_ready

@@ -134,7 +134,7 @@ def test_a_stopped_load_answers_once_and_writes_no_more(rank: Rank) -> None:
         assert isinstance(loaded, Loaded) and loaded.load_id == name
         good = list(range(40, 40 + loaded.num_valid))
         assert rank.cache.first_wrong(good, PROMPT[: loaded.num_valid * BLOCK]) is None
-    rank.side.on_half(Find(find_id="end", keys=keys, timeout_s=1.0))
+    rank.side.on_half(Find(find_id="end", keys=keys, timeout_s=20.0))
     fact = rank.next(Found)
     assert isinstance(fact, Found) and fact.num_keys == 4
     assert rank.facts.empty(), "a load was answered twice"
@@ -143,7 +143,7 @@ def test_a_stopped_load_answers_once_and_writes_no_more(rank: Rank) -> None:
 def test_find_counts_the_leading_keys(rank: Rank) -> None:
     keys = rank.save([1, 2, 3, 4], PROMPT[: 4 * BLOCK])
     for asked, count in (([*keys, bytes(32)], 2), ([bytes(32), *keys], 0), ([], 0)):
-        rank.side.on_half(Find(find_id="f", keys=asked, timeout_s=1.0))
+        rank.side.on_half(Find(find_id="f", keys=asked, timeout_s=20.0))
         fact = rank.next(Found)
         assert isinstance(fact, Found) and fact.num_keys == count
 

@@ -133,7 +133,7 @@ async def test_a_frozen_store_costs_the_deadline_and_nothing_else(tmp_path: Path
     path = tmp_path / "store.sock"
     async with store_process(path) as store, engine(path) as t:
         await t.stored("k", num_bytes=MIB)
-        half = await t.tier.reserve(key_of("half"), 1000, SYSTEM_CLOCK.now() + 0.3)
+        half = await t.tier.reserve(key_of("half"), 1000, SYSTEM_CLOCK.now() + 2)
         assert not isinstance(half, Outcome)
         store.send_signal(signal.SIGSTOP)
         try:
@@ -146,7 +146,7 @@ async def test_a_frozen_store_costs_the_deadline_and_nothing_else(tmp_path: Path
                 half.commit(),
             ]
             assert await asyncio.gather(*calls) == [[None], Outcome.LATE, Outcome.LATE]
-            assert SYSTEM_CLOCK.now() - started < 2.0
+            assert SYSTEM_CLOCK.now() - started < 10
         finally:
             store.send_signal(signal.SIGCONT)
         assert await t.get(key_of("k")) == value_of("k", MIB)

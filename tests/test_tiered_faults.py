@@ -149,10 +149,10 @@ async def test_a_tier_that_is_away_costs_its_timeout_a_few_times_and_then_nothin
         r.tiers[1].down = r.tiers[1].raising = False
         r.tiers[1].slow_s = 0
         r.tiers[1].thaw()
-        await until(lambda: r.store.slots[1].readable, "the tier to be used again", 5)
+        await until(lambda: r.store.slots[1].readable, "the tier to be used again")
         await r.saved("new")
         assert key("new") in r.memory(1).values
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30
         await until(lambda: r.store.slots[1].strays == 0, "given up calls to end")
         r.nothing_is_out()
 
@@ -163,10 +163,10 @@ async def test_no_call_outlives_the_callers_deadline():
         await r.saved("a")
         r.tiers[1].frozen = r.tiers[2].frozen = True
         begin = time.monotonic()
-        prefix = await r.store.lookup([key("a"), key("b")], r.store.clock.now() + 0.1)
+        prefix = await r.store.lookup([key("a"), key("b")], r.store.clock.now() + 0.3)
         assert (prefix.num_chunks, prefix.complete) == (1, False)
-        assert await r.load("a", "b", within=0.1) == {"a": "dram"}
-        assert time.monotonic() - begin < 2
+        assert await r.load("a", "b", within=0.3) == {"a": "dram"}
+        assert time.monotonic() - begin < 10
 
 
 async def test_a_deadline_that_has_passed_asks_nobody():

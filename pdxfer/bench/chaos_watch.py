@@ -15,7 +15,7 @@ from pdxfer.bench.ttft_errors import BenchError
 from pdxfer.bench.ttft_link import require_crossed
 
 _REPLAYS = re.compile(rb"^pdxfer_proxy_replays_total (\S+)", re.MULTILINE)
-_PROBE_S = 5.0
+_PROBE_S = 20.0
 _TIMELINE_S = 10.0
 _POLL_S = 0.05
 

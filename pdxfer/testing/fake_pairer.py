@@ -62,7 +62,7 @@ class FakePairer:
             self.sent.append(message)
         self._changed.set()
 
-    async def wait_for(self, kind: type[Message], timeout_s: float = 5.0) -> Message:
+    async def wait_for(self, kind: type[Message], timeout_s: float = 20.0) -> Message:
         """The first message of this kind that the proxy sent, waiting for it."""
         async with asyncio.timeout(timeout_s):
             while True:

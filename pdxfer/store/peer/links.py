@@ -75,6 +75,8 @@ class Link:
             try:
                 session = self._following = PeerSession(self.way, SYSTEM_CLOCK.now() + CONNECT_S)
                 try:
+                    if self._stop.is_set():  # close did not see this session: nobody would abort it
+                        return
                     session.follow(self._heard)
                 finally:
                     session.close()

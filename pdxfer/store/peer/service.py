@@ -183,12 +183,19 @@ def served(store: TieredStore, tier: str = "") -> list[TierSlot]:
 
 
 async def _lend(store: TieredStore, asked: wire.Read) -> tuple[wire.Value, Lease] | None:
-    deadline = store.clock.now() + SERVE_S / 2
+    """None: it is not here. PdxferError: a tier that has it, or may have, did not give it; who asks goes on knowing."""
+    deadline, is_unsure = store.clock.now() + SERVE_S / 2, False
     for slot in served(store, asked.tier):
-        [entry] = await slot.lookup([asked.key], deadline) or [None]
+        found = await slot.lookup([asked.key], deadline)
+        if found == [None]:
+            continue
+        entry = found[0] if found is not None else None
         lease = await slot.get(asked.key, deadline) if entry is not None else None
         if entry is not None and lease is not None:
             return wire.Value(tier=slot.name, tenant=entry.tenant), lease
+        is_unsure = True
+    if is_unsure:
+        raise PdxferError("a tier that has the value, or may have it, did not give it")
     return None
 
 
