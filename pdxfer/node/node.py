@@ -134,6 +134,7 @@ class Node:
         self._integrity = Integrity(self.store.thread, clock) if self.store is not None else None
         self._operator = self._make_operator(self.store) if self.store is not None else None
         self._halves = WorkerEnd(settings.halves_path, settings.rank, self._on_half)
+        self._halves.start()
         identity = settings.store.identity if settings.store is not None else {}
         self._halves.send(WorkerReady(rank=settings.rank, fingerprint=fingerprint, identity=identity))
         if self.store is not None:

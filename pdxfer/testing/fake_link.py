@@ -75,6 +75,7 @@ class FakeLink:
         """How often the router was lost."""
         self._changed = asyncio.Event()
         self._halves = SchedulerEnd(settings.halves_path, 1, lambda fact: self._to_loop(self._take_fact, fact))
+        self._halves.start()
         self._halves.broadcast(Welcome(incarnation=self.incarnation))
 
     def close(self) -> None:

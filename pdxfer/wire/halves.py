@@ -137,7 +137,8 @@ def socket_path(run_id: str) -> str:
 
 
 class _Link:
-    """A socket with an IO thread: outgoing messages from a queue, incoming ones to a callback."""
+    """A socket with an IO thread: outgoing messages from a queue, incoming ones to a callback. Nothing goes out or
+    comes in before `start`, so that its owner is whole when the first callback runs."""
 
     def __init__(self, name: str) -> None:
         self._outbox: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
@@ -150,6 +151,10 @@ class _Link:
         self._wake_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stop = False
+
+    def start(self) -> None:
+        """Once, when callbacks may come."""
+        self._thread.start()
 
     def _post(self, frames: list[bytes]) -> None:
         self._outbox.put(frames)
@@ -169,7 +174,8 @@ class _Link:
             return
         self._stop = True
         self._ring()
-        self._thread.join(timeout=2.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
         with self._wake_lock:
             self._context.destroy(linger=0)
 
@@ -219,7 +225,6 @@ class SchedulerEnd(_Link):
         self._decoder: Decoder[ToScheduler] = Decoder(ToScheduler)  # type: ignore[arg-type]
         self._ranks = [b"w%d" % rank for rank in range(world_size)]
         self._early: dict[bytes, list[bytes]] = {rank: [] for rank in self._ranks}
-        self._thread.start()
 
     def broadcast(self, message: ToWorker) -> None:
         """Send to every rank; ordered per rank."""
@@ -266,7 +271,6 @@ class WorkerEnd(_Link):
         self._path, self._rank, self._on_message = path, rank, on_message
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)  # type: ignore[arg-type]
         self._post([b""])
-        self._thread.start()
 
     def send(self, fact: ToScheduler) -> None:
         """Send one fact; never blocks."""

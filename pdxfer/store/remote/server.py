@@ -207,22 +207,26 @@ class _Job(Generic[T]):
 
     def __init__(self, server: Server, call: Callable[[Session], T], end: float) -> None:
         self._server, self._call, self._end = server, call, end
+        self._lock = threading.Lock()
         self._session: Session | None = None
+        """While it is ours: one that went back to the server may be somebody else's already."""
         self.aborted = False
 
     def abort(self) -> None:
         """Any thread."""
-        self.aborted = True
-        session = self._session
-        if session is not None:
-            session.abort()
+        with self._lock:
+            self.aborted = True
+            if self._session is not None:
+                self._session.abort()
 
     def run(self) -> T:
         """A connection that broke while it was idle is replaced once."""
         while True:
-            self._session, used = self._server._take(self._end)
+            session, used = self._server._take(self._end)
+            with self._lock:
+                self._session = session
             try:
-                return self._use(self._session)
+                return self._use(session)
             except ServerError as error:
                 if not used or error.clean or error.reason is not Reason.UNREACHABLE or self.aborted:
                     raise
@@ -240,7 +244,10 @@ class _Job(Generic[T]):
             good = error.clean
             raise
         finally:
-            if good and not self.aborted:
+            with self._lock:
+                self._session = None
+                is_kept = good and not self.aborted
+            if is_kept:
                 self._server._keep(session)
             else:
                 session.close()
