@@ -275,7 +275,7 @@ def test_a_forgotten_send_says_drained_and_sends_nothing_more(pair: Pair) -> Non
 def test_an_abort_for_a_finished_send_is_answered(pair: Pair) -> None:
     pair.sender.abort("d0", "t", 1, "late")
     deadline = threading.Event()
-    for _ in range(500):
+    for _ in range(2000):
         if pair.channel.told:
             break
         deadline.wait(0.01)
@@ -450,7 +450,7 @@ def test_a_peer_that_pushes_is_fenced_unless_it_drains() -> None:
     receiver = receiver_with([nixl], facts)
     try:
         receiver.revoke("t", 1, "deadline")
-        for _ in range(500):
+        for _ in range(2000):
             if facts:
                 break
             threading.Event().wait(0.01)

@@ -79,17 +79,23 @@ class Server:
         if not self.up or self._closed:
             raise ServerError(Reason.UNREACHABLE, f"{self.name} does not answer")
         await self._slot(end)
+        if self._closed:
+            self._free.release()
+            raise ServerError(Reason.UNREACHABLE, f"{self.name} was closed")
         job = _Job(self, call, end)
         future = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
         future.add_done_callback(lambda _: self._free.release())
+        is_ours = False
         try:
             await asyncio.wait((future,), timeout=max(0.0, end - SYSTEM_CLOCK.now()) + _GRACE_S)
+            is_ours = future.done()
         finally:
             if not future.done():
                 job.abort()
+            if not is_ours:  # it may be done: we were cancelled in the turn of the loop in which it came
                 future.add_done_callback(lambda done: _dropped(done, drop))
-                if borrows:
-                    await _ended(future)
+            if borrows:
+                await _ended(future)
         try:
             if not future.done() or job.aborted:
                 raise ServerError(Reason.TIMEOUT, f"{self.name}: a call overran its deadline")
