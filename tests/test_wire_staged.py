@@ -143,8 +143,10 @@ def test_revoked_in_mid_transfer_nothing_lands_after_the_fence(rig: Rig) -> None
     """Abort while a frame waits to be decoded: it is dropped, its slot comes back, Fenced comes once; the connection,
     which other transfers use, is not cut for it."""
     staging, decode = rig.decode.wire.staging, rig.decode.wire.staging._frames.decode
+    decoded: list[object] = []
 
     def revoke_then_decode(frame: memoryview, unit: object) -> object:
+        decoded.append(unit)
         if not any(isinstance(f, Fenced) for f in rig.facts):
             rig.receiver.revoke("t", 1, "request over")
             rig.wait(lambda: any(isinstance(f, Fenced) for f in rig.facts))
@@ -157,6 +159,7 @@ def test_revoked_in_mid_transfer_nothing_lands_after_the_fence(rig: Rig) -> None
     rig.wait(lambda: len(staging._ring._free) == staging._ring.num_slots)
     staging._ring.check()
     assert (rig.decode.array == before).all() and staging.num_frames == 0
+    assert len(decoded) == 1, "what waited behind it was decoded for nobody"
     assert rig.there.has(P0) and isinstance(rig.run("u"), Landed)
 
 

@@ -29,6 +29,7 @@ from pdxfer.transport.base import PeerId, UnitHeader
 log = logging.getLogger(__name__)
 
 MAX_SLOTS = 64
+OVER = "the grant is over"
 
 
 class Done(Protocol):
@@ -152,6 +153,8 @@ class Staging:
 
     def _unstage(self, job: _Job) -> str:
         """Decode and scatter one frame; returns why not."""
+        if _key(job.header) not in self._open:  # looked at again before the scatter: this only saves the work
+            return OVER
         start = job.slot * self.slot_bytes
         frame = self._memory[start : start + job.header.frame_bytes].data
         start_s = self._clock.now()
@@ -172,7 +175,7 @@ class Staging:
     def _scatter(self, key: Key, runs: Runs, raw: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> str:
         with self._changed:
             if key not in self._open:
-                return "the grant is over"
+                return OVER
             self._scattering[key] = self._scattering.get(key, 0) + 1
         try:
             at = 0
