@@ -147,5 +147,5 @@ class Chooser:
                 rates.decode += SMOOTHING * (bytes_per_s - rates.decode)
 
     def forbid(self, entry: str) -> None:
-        """Never again towards this peer: it cannot be made here, or was not understood there."""
+        """Never again towards this peer: it cannot be made here. What it refuses is not learnt."""
         self._forbidden.add(entry)
