@@ -14,7 +14,8 @@ from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.kv.chunks import chunk_keys, identity_digest
 from pdxfer.node.lookup import Lookup
-from pdxfer.node.node import Node, NodeSettings
+from pdxfer.node.node import Node
+from pdxfer.node.settings import NodeSettings
 from pdxfer.node.store_side import StoreSettings
 from pdxfer.store.chunk import NewChunk, Wanted
 from pdxfer.store.tiered import TieredStore

@@ -19,7 +19,8 @@ from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
 from pdxfer.kv.chunks import chunk_keys, extra_bytes, identity_digest
-from pdxfer.node.node import Node, NodeSettings
+from pdxfer.node.node import Node
+from pdxfer.node.settings import NodeSettings
 from pdxfer.node.store_side import StoreSettings
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.store.chunk import NewChunk

@@ -3,32 +3,24 @@
 import threading
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 import pytest
-from router_kit import wait_until
 
 from pdxfer.core.clock import SYSTEM_CLOCK
-from pdxfer.core.errors import ChannelError, ConfigError
+from pdxfer.core.errors import ChannelError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.region import Region
 from pdxfer.node.lane import Lane, Report
-from pdxfer.node.node import Node, NodeSettings
 from pdxfer.node.plan import Area, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender
-from pdxfer.transport.base import Control, Drained, Endpoint, OutgoingUnit, PeerId, UnitHeader, UnitResult
-from pdxfer.transport.kinds import endpoint_factories
+from pdxfer.transport.base import Control, Drained, OutgoingUnit, PeerId, UnitHeader, UnitResult
 from pdxfer.wire.halves import (
     Expect,
     Fenced,
     Generation,
     Landed,
-    SchedulerEnd,
     ToScheduler,
-    Welcome,
-    WorkerEnd,
-    socket_path,
 )
 from pdxfer.wire.messages import Grant
 
@@ -289,7 +281,7 @@ def test_a_unit_outside_its_grant_is_not_wanted(pair: Pair) -> None:
         fields = {**good, **wrong}
         size = fields["num_blocks"] * fields["num_layers"] * BLOCK_BYTES
         if fields["epoch"] == 0:
-            pair.receiver._ended["t", 0] = None
+            pair.receiver._grants._ended["t", 0] = None
         assert pair.receiver.claim(P0, UnitHeader(**fields, num_bytes=size, digest=0)) is None, wrong
     stranger = PeerId(engine_id="p9", incarnation=1, rank=0)
     assert pair.receiver.claim(stranger, UnitHeader(**good, num_bytes=2 * BLOCK_BYTES, digest=0)) is None
@@ -391,7 +383,7 @@ def test_a_grant_is_counted_as_taken_back_before_its_peer_is_told(pair: Pair) ->
             seen.append(pair.receiver.generation)
             super().tell(peer, control)
 
-    pair.receiver._endpoints = [Watching("nixl", [])]  # type: ignore[list-item]
+    pair.receiver._writers._endpoints = [Watching("nixl", [])]  # type: ignore[list-item]
     pair.expect(TARGET)
     pair.receiver.revoke("t", 1, "deadline")
     pair.wait(lambda: pair.facts)
@@ -438,7 +430,7 @@ def test_a_retired_connection_that_closes_hurts_nobody() -> None:
     receiver = receiver_with([tcp, nixl], facts)
     try:
         receiver.lost(P0, "closed there", "tcp")
-        assert not facts and receiver._incoming["t", 1].revoked == ""
+        assert not facts and receiver._grants.live["t", 1].revoked == ""
     finally:
         receiver.close()
 
@@ -457,48 +449,3 @@ def test_a_peer_that_pushes_is_fenced_unless_it_drains() -> None:
         assert isinstance(facts[0], Fenced) and nixl.fenced == [P0]
     finally:
         receiver.close()
-
-
-def test_device_memory_without_a_channel_for_it_ends_the_start_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread is started, no socket opened. Without a router nobody would send, so a store node starts."""
-    monkeypatch.setattr("pdxfer.node.node.is_nixl_installed", lambda: False)
-    region = Region(msgspec.structs.replace(Kv(1).region.layout, memory="VRAM"))
-    settings = NodeSettings(engine_id="p0", rank=0, halves_path="ipc:///nowhere", router="tcp://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="KV is in GPU memory.*nixl: NIXL is not installed; tcp: reaches host"):
-        Node(settings, region, {}, endpoint_factories(["nixl", "tcp"]))
-
-
-def test_a_node_whose_channels_all_fail_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """For whatever reason: no traceback, and the scheduler half can still be served."""
-
-    def broken(*_: object) -> Endpoint:
-        raise ConfigError("the NIC is on fire")
-
-    kv = Kv(1)
-    path = socket_path("broken-channels")
-    scheduler = SchedulerEnd(path, 1, lambda fact: None)
-    scheduler.start()
-    settings = NodeSettings(engine_id="p0", rank=0, halves_path=path, router="tcp://127.0.0.1:1")
-    node = Node(settings, kv.region, {}, {"mine": broken})
-    scheduler.broadcast(Welcome(incarnation=1))
-    wait_until(lambda: "cannot join" in caplog.text)
-    node.close()
-    scheduler.close()
-    assert "rank 0 cannot join the router at tcp://127.0.0.1:1: none of the channel kinds ['mine']" in caplog.text
-    assert "the NIC is on fire" in caplog.text and not any(record.exc_info for record in caplog.records)
-
-
-def test_nothing_is_heard_from_the_scheduler_half_before_the_node_is_whole() -> None:
-    """A link that spoke while the node was being made lost its Welcome, and the engine never joined."""
-    heard: list[object] = []
-    path = socket_path("early-halves")
-    scheduler = SchedulerEnd(path, 1, lambda fact: None)
-    scheduler.start()
-    scheduler.broadcast(Welcome(incarnation=1))
-    worker = WorkerEnd(path, 0, heard.append)
-    wait_until(lambda: not scheduler._outbox.qsize())
-    assert not worker._thread.is_alive() and not heard
-    worker.start()
-    wait_until(lambda: heard)
-    worker.close()
-    scheduler.close()

@@ -40,7 +40,7 @@ def hold(c: Cluster, *engine_ids: str) -> None:
 def landed_blocks(c: Cluster) -> int:
     """Good blocks, from the start, of what d0 is receiving."""
     receiver = c.engines["d0"].member._node.receiver
-    return sum(incoming.num_valid for incoming in list(receiver._incoming.values()))
+    return sum(incoming.num_valid for incoming in list(receiver._grants.live.values()))
 
 
 def landings(c: Cluster) -> list[Landed]:

@@ -19,8 +19,9 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.device import DeviceBlocks
 from pdxfer.memory.region import Region
-from pdxfer.node.node import Node, NodeSettings
+from pdxfer.node.node import Node
 from pdxfer.node.outgoing import Ready
+from pdxfer.node.settings import NodeSettings
 from pdxfer.node.store_side import StoreSettings
 from pdxfer.node.wire_settings import WireSettings, wire_settings
 from pdxfer.transport.pool import endpoint_factories

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pdxfer.node.staging_ring import Key
 from pdxfer.transport.base import PeerId, UnitHeader
 from pdxfer.wire.halves import Expect
 
@@ -38,9 +39,13 @@ class Incoming:
     """The peer has a channel over which it writes by itself (nixl): quiet only when it has stopped."""
     peer_stopped: bool = False
     """The peer has said that it writes no more, or cannot any more."""
-
     all_sent: bool = False
     """The peer says that every unit has left; what is not here once its frames are decoded is missing."""
+
+    @property
+    def key(self) -> Key:
+        """What it goes by."""
+        return self.expect.transfer_id, self.expect.epoch
 
     def cells(self, header: UnitHeader) -> npt.NDArray[np.bool_]:
         """The part of `landed` that a unit covers; a view."""

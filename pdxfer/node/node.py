@@ -1,4 +1,5 @@
-"""The runtime of one worker half: puts region, endpoints, pool, sender, receiver and router client together.
+"""The runtime of one worker half: puts region, membership, sender, receiver, store and the link to the scheduler half
+together, and passes each message to the part that it concerns.
 
 Made by the connector's worker half (or by FakeEngine) once the KV region exists. It waits for the scheduler half's
 Welcome, then opens its endpoints and joins the router. The compute thread touches only begin_step and layers_done.
@@ -6,41 +7,32 @@ Welcome, then opens its endpoints and joins the router. The compute thread touch
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError, PdxferError
-from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
 from pdxfer.node.integrity import Integrity
+from pdxfer.node.kind_sink import KindSink
 from pdxfer.node.lane import Lane, Report
+from pdxfer.node.membership import Membership
 from pdxfer.node.operator import Operator
 from pdxfer.node.outgoing import Ready
 from pdxfer.node.peering import Peering, PeeringSettings
 from pdxfer.node.plan import SavePlan, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender, no_codecs
+from pdxfer.node.settings import NodeSettings
 from pdxfer.node.store_blocks import HostBlocks
 from pdxfer.node.store_side import StoreSettings, StoreSide
 from pdxfer.node.verbs import Cut, Verbs
 from pdxfer.node.wire import Wire
-from pdxfer.node.wire_settings import WireSettings
-from pdxfer.router.client import ClientSecurity, MemberClient
 from pdxfer.transport.base import (
-    Abort,
-    Channel,
-    Control,
-    Credit,
-    Endpoint,
     EndpointFactory,
-    EndpointOptions,
     PeerId,
-    UnitFailed,
-    UnitHeader,
 )
 from pdxfer.transport.device import device_problem, is_nixl_installed
-from pdxfer.transport.pool import ChannelPool
 from pdxfer.wire.halves import (
     Computed,
     Expect,
@@ -57,43 +49,13 @@ from pdxfer.wire.halves import (
 from pdxfer.wire.manage import SetWire, StoreArgs, StoreOp, StoreOpCancel
 from pdxfer.wire.messages import (
     CancelGrant,
-    ChannelAddress,
     FromRouter,
     Grant,
     Heartbeat,
-    Message,
-    PeerNode,
-    PeerReady,
     Peers,
-    WorkerHello,
 )
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """What a node needs to know; the connector fills it from the config."""
-
-    engine_id: str
-    rank: int
-    halves_path: str
-    """ipc address of the scheduler half (wire/halves.py)."""
-    router: str
-    """ZMQ endpoint of the router; empty: no router (store mode)."""
-    security: ClientSecurity | None = None
-    allow_insecure: bool = False
-    """The operator does without keys (security.allow_insecure)."""
-    options: EndpointOptions = field(default_factory=EndpointOptions)
-    chunk_blocks: int = 2
-    """Blocks a chunk."""
-    digest_every: int = 1
-    """Units per digest; 0 takes none (transport.integrity)."""
-    drain_s: float = 0.2
-    store: StoreSettings | None = None
-    """None: KV is not kept."""
-    wire: WireSettings | None = None
-    """None: everything is sent as it is."""
 
 
 class Node:
@@ -110,18 +72,14 @@ class Node:
         """Raises ConfigError if no channel can move the KV at all: vLLM's start then ends with that line."""
         if settings.router and not region.host and (problem := device_problem(list(factories), is_nixl_installed())):
             raise ConfigError(problem)
-        self._settings, self._region, self._factories, self._clock = settings, region, factories, clock
-        self._lock = threading.Lock()
+        self._settings, self._region, self._clock = settings, region, clock
+        self._joining = threading.Lock()
         self._is_closed = False
         self._me: PeerId | None = None
-        self._endpoints: list[Endpoint] = []
-        self._pool: ChannelPool | None = None
-        self._router: MemberClient | None = None
-        self._peers: list[PeerNode] = []
-        self._generations: tuple[int, ...] = ()
+        self._members = members = Membership(settings, region, factories, clock)
         wire = Wire(settings.wire, region, fingerprint, settings.chunk_blocks, clock) if settings.wire else None
         self.wire, staging = wire, wire.staging if wire else None
-        self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, self._peer_ids, staging)
+        self.receiver = Receiver(settings.rank, region, self._report, clock, settings.drain_s, members.peers, staging)
         self.sender = Sender(
             region.layout.num_layers,
             settings.chunk_blocks,
@@ -164,20 +122,13 @@ class Node:
 
     def close(self) -> None:
         """Leave: close the lanes, the channels (which fences them), the store, the links."""
+        with self._joining:  # what is being opened is closed with the rest
+            self._is_closed = True
         self.sender.close()
         self.receiver.close()
         if self.store is not None:
             self.store.close()
-        with self._lock:
-            self._is_closed = True
-            pool, endpoints, router = self._pool, self._endpoints, self._router
-            self._pool, self._endpoints, self._router = None, [], None
-        if pool is not None:
-            pool.close()
-        for endpoint in endpoints:
-            endpoint.close()
-        if router is not None:
-            router.close()
+        self._members.close()
         self._halves.close()
 
     # ---- from the scheduler half ------------------------------------------------------------------------------------
@@ -219,7 +170,7 @@ class Node:
     def _make_operator(self, store: StoreSide) -> Operator:
         settings = self._settings
         verbs = Verbs(settings.engine_id, settings.rank, self._cut(), store.peering)
-        return Operator(settings.rank, store.thread, verbs, self._tell_router, self._clock)
+        return Operator(settings.rank, store.thread, verbs, self._members.send, self._clock)
 
     def _cut(self) -> Cut:
         settings, block_size = self._settings, self._region.layout.block_size
@@ -234,85 +185,31 @@ class Node:
             adapter=settings.store.adapter,
         )
 
-    def _tell_router(self, message: Message) -> None:
-        """Dropped without a router: nobody asked then."""
-        router = self._router
-        if router is not None:
-            router.send(message)
-
     def _join(self, incarnation: int) -> None:
-        """Open the endpoints and join the router under this incarnation."""
-        if self._me is not None or self._is_closed:
-            return
-        try:
-            self._open_and_join(incarnation)
-        except PdxferError as error:
-            log.error("rank %d cannot join the router at %s: %s", self._settings.rank, self._settings.router, error)
-
-    def _open_and_join(self, incarnation: int) -> None:
-        settings = self._settings
-        self._me = PeerId(engine_id=settings.engine_id, incarnation=incarnation, rank=settings.rank)
-        if not settings.router:
-            return  # store mode: nobody sends to us
-        self._endpoints = self._open_endpoints(self._me)
-        self.receiver.start(self._endpoints)
-        if self.store is not None and self.store.peering is not None:
-            self.store.peering.join(self._me, self.store.thread)
-        self._halves.send(Listening(rank=settings.rank, addresses=self._addresses()))
-        with self._lock:
-            if self._is_closed:
+        """Open the endpoints and join the router under this incarnation, once."""
+        with self._joining:
+            if self._me is not None or self._is_closed:
                 return
-            self._pool = ChannelPool(self._endpoints, self._me, self._on_ready, self._clock)
-            self._router = MemberClient(
-                endpoint=settings.router,
-                identity=f"{settings.engine_id}/w{settings.rank}",
-                security=settings.security,
-                hello=self._hello,
-                beat=self._beat,
-                on_message=self._on_router,
-                on_link=self._on_link,
-            )
-
-    def _open_endpoints(self, me: PeerId) -> list[Endpoint]:
-        endpoints: list[Endpoint] = []
-        for kind, factory in self._factories.items():
+            self._me = PeerId(engine_id=self._settings.engine_id, incarnation=incarnation, rank=self._settings.rank)
+            if not self._settings.router:
+                return  # store mode: nobody sends to us
             try:
-                endpoints.append(factory(self._settings.options, me, self._region, _KindSink(self, kind)))
+                self._open_and_join(self._me)
             except PdxferError as error:
-                log.warning("channel kind %s is not available: %s", kind, error)
-        if not endpoints:
-            raise ConfigError(
-                f"none of the channel kinds {list(self._factories)} can be used here (reasons above); "
-                "run `pdxfer doctor`, or set transport.channels"
-            )
-        return endpoints
+                log.error("rank %d cannot join the router at %s: %s", self._me.rank, self._settings.router, error)
+
+    def _open_and_join(self, me: PeerId) -> None:
+        self.receiver.start(self._members.open(me, partial(KindSink, self.receiver, self.sender)))
+        peering = self.store.peering if self.store is not None else None
+        if self.store is not None and peering is not None:
+            peering.join(me, self.store.thread)
+        self._halves.send(Listening(rank=me.rank, addresses=self._members.addresses()))
+        self._members.join(me, peering.address if peering is not None else None, self._status, self._on_router)
 
     # ---- router ----
 
-    def _addresses(self) -> list[ChannelAddress]:
-        return [ChannelAddress(kind=e.kind, blob=e.address()) for e in self._endpoints]
-
-    def _hello(self) -> list[Message]:
+    def _status(self) -> Heartbeat:
         assert self._me is not None
-        self._generations = tuple(e.generation for e in self._endpoints)
-        peering = self.store.peering if self.store is not None else None
-        return [
-            WorkerHello(
-                engine_id=self._me.engine_id,
-                incarnation=self._me.incarnation,
-                rank=self._me.rank,
-                addresses=self._addresses(),
-                generation=sum(self._generations),
-                store=peering.address if peering is not None else None,
-            )
-        ]
-
-    def _beat(self) -> Heartbeat:
-        assert self._me is not None
-        router = self._router
-        if router is not None and self._generations != tuple(e.generation for e in self._endpoints):
-            for message in self._hello():
-                router.send(message)
         tiers = self.store.reports() if self.store is not None else []
         problems = [problem[:500] for problem in self._integrity.problems()][:8] if self._integrity else []
         counts = {"corrupt_units": self.receiver.num_corrupt, "rejected_units": self.receiver.num_rejected}
@@ -335,7 +232,7 @@ class Node:
             case CancelGrant():
                 self.sender.forget(message.transfer_id, message.reason)
             case Peers():
-                self._update_peers(message)
+                self._meet(message)
             case StoreOp() if self._operator is not None:
                 self._operator.start(message)
             case StoreOpCancel() if self._operator is not None:
@@ -346,45 +243,18 @@ class Node:
             case _:
                 log.debug("not for a worker half: %s", type(message).__name__)
 
-    def _on_link(self, up: bool) -> None:
-        log.log(logging.INFO if up else logging.WARNING, "router %s", "reached" if up else "lost; transfers go on")
-
-    def _update_peers(self, peers: Peers) -> None:
-        with self._lock:
-            self._peers = list(peers.nodes)
-            pool = self._pool
-        for endpoint in self._endpoints:
-            endpoint.admit(self._peer_ids(), peers.secret)
-        if pool is not None:
-            pool.update(list(peers.nodes), peers.secret)
-            pool.announce()
+    def _meet(self, peers: Peers) -> None:
+        self._members.meet(peers)
         if self.store is not None and self.store.peering is not None:
             self.store.peering.meet(peers)
         self.sender.keep_lanes(frozenset(node.engine_id for node in peers.nodes))
 
-    def _on_ready(self, peer: PeerId, kind: str, reason: str) -> None:
-        router = self._router
-        if router is not None:
-            ready = PeerReady(engine_id=peer.engine_id, incarnation=peer.incarnation, kind=kind, reason=reason[:1000])
-            router.send(ready)
-
-    def _peer_ids(self) -> Sequence[PeerId]:
-        with self._lock:
-            nodes = self._peers
-        return [PeerId(engine_id=n.engine_id, incarnation=n.incarnation, rank=n.rank) for n in nodes]
-
     # ---- sender and receiver ----
 
     def _open_lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
-        def channel() -> Channel | None:
-            return self._pool.channel(engine_id) if self._pool is not None else None
-
-        def failed(channel: Channel, reason: str) -> None:
-            if self._pool is not None:
-                self._pool.report_failure(channel.peer, channel.kind, reason)
-
         wire = self.wire.sender() if self.wire else None
-        return Lane(engine_id, self._region, channel, report, failed, self._settings.digest_every, wire)
+        channel, give_up = partial(self._members.channel, engine_id), self._members.give_up
+        return Lane(engine_id, self._region, channel, report, give_up, self._settings.digest_every, wire)
 
     def _settled(self, transfer_id: str, delivered: bool, reason: str) -> None:
         rank = self._settings.rank
@@ -396,38 +266,3 @@ class Node:
 
 def _on(is_on: bool) -> str:
     return "on" if is_on else "off"
-
-
-class _KindSink:
-    """The Sink of one endpoint: routes Abort to the sender, everything else to the receiver."""
-
-    def __init__(self, node: Node, kind: str) -> None:
-        self._node, self._kind = node, kind
-
-    @property
-    def generation(self) -> int:
-        return self._node.receiver.generation
-
-    def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
-        return self._node.receiver.claim(peer, header, self._kind)
-
-    def arrived(self, peer: PeerId, header: UnitHeader) -> bool:
-        return self._node.receiver.arrived(peer, header)
-
-    def failed(self, peer: PeerId, header: UnitHeader, reason: str) -> None:
-        self._node.receiver.failed(peer, header, reason)
-
-    def control(self, peer: PeerId, control: Control) -> None:
-        sender = self._node.sender
-        if isinstance(control, Abort):
-            sender.abort(peer.engine_id, control.transfer_id, control.epoch, control.reason)
-        elif isinstance(control, Credit):
-            sender.credit(peer.engine_id, control)
-        elif isinstance(control, UnitFailed) and not self._node.receiver.expects(control.header):
-            header = control.header
-            sender.abort(peer.engine_id, header.transfer_id, header.epoch, control.reason)
-        else:
-            self._node.receiver.control(peer, control)
-
-    def lost(self, peer: PeerId, reason: str) -> None:
-        self._node.receiver.lost(peer, reason, self._kind)

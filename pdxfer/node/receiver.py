@@ -3,35 +3,31 @@
     expect ──▶ EXPECTED ──units claimed, landed, verified──▶ complete ──▶ Landed
                   │  revoke / digest mismatch / peer lost / peer drained early
                   ▼
-               REVOKED: no claim is granted any more; Abort to the peer; when it has Drained, or its channel is
-               fenced, nothing can land ──▶ Fenced (with the length of the good prefix)
+               REVOKED ──▶ Fenced (node/revoker.py)
 
-Called from the endpoints' threads (Sink), the half link's thread (expect, revoke) and its own reaper thread.
+Called from the endpoints' threads (Sink), the staging's workers and the half link's thread (expect, revoke).
 """
 
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from pdxfer.core.clock import Clock
-from pdxfer.core.errors import ChannelError
 from pdxfer.kv.runs import Runs, block_runs
 from pdxfer.memory.region import Region
+from pdxfer.node.grants import Grants
 from pdxfer.node.incoming import Incoming
+from pdxfer.node.revoker import Revoker
 from pdxfer.node.staging import Staging
 from pdxfer.node.staging_ring import Key
+from pdxfer.node.writers import Writers
 from pdxfer.transport.base import Abort, Control, Credit, Drained, Endpoint, PeerId, UnitFailed, UnitHeader
 from pdxfer.transport.kinds import STAGED
-from pdxfer.wire.halves import Expect, Fenced, Generation, Landed, ToScheduler
+from pdxfer.wire.halves import Expect, Landed, ToScheduler
 
 log = logging.getLogger(__name__)
 
 CLAIM_WAIT_S = 1.0
 """How long an early unit waits for its Expect (the scheduler half sends both; only sockets differ)."""
-MAX_ENDED = 4096
 MISSING = "prefill says all was sent, but units are missing"
 
 
@@ -48,37 +44,35 @@ class Receiver:
         peers: Callable[[], Sequence[PeerId]],
         staging: Staging | None = None,
     ) -> None:
-        self._rank, self._region, self._report, self._clock, self._drain_s = rank, region, report, clock, drain_s
-        self._peers = peers
+        self._rank, self._region, self._report, self._clock = rank, region, report, clock
         self._staging = staging
-        self._incoming: dict[tuple[str, int], Incoming] = {}
-        self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._endpoints: Sequence[Endpoint] = ()
-        self._changed = threading.Condition()
-        self._attending = threading.Lock()
-        self._stop = False
-        self.generation = 0
-        """See Sink; grows before the peer is told, so that whoever was not told comes by a channel that names it."""
+        self._grants = Grants()
+        self._writers = Writers(peers)
+        self._revoker = Revoker(rank, self._grants, self._writers, report, self._shut, clock, drain_s)
+        self._is_closed = False
         self.num_rejected = 0
         """Units that were refused: unknown, stale, out of bounds, twice."""
         self.num_corrupt = 0
         """Units whose digest did not match."""
-        self._reaper = threading.Thread(target=self._reap, name="pdxfer-receiver", daemon=True)
+
+    @property
+    def generation(self) -> int:
+        """See Sink."""
+        return self._revoker.generation
 
     def start(self, endpoints: Sequence[Endpoint]) -> None:
         """Begin; `endpoints` are the node's, which call this Sink."""
-        self._endpoints = endpoints
+        self._writers.start(endpoints)
         if self._staging is not None:
             self._staging.start(self._settle, self._credit)
-        self._reaper.start()
+        self._revoker.start()
 
     def close(self) -> None:
-        """Stop the reaper. Endpoints are closed by the node, which fences everything."""
-        with self._changed:
-            self._stop = True
-            self._changed.notify_all()
-        if self._reaper.is_alive():
-            self._reaper.join(timeout=2.0)
+        """Stop the threads. Endpoints are closed by the node, which fences everything."""
+        with self._grants.changed:
+            self._is_closed = True
+            self._grants.changed.notify_all()
+        self._revoker.close()
         if self._staging is not None:
             self._staging.close()
 
@@ -87,35 +81,31 @@ class Receiver:
     def expect(self, expect: Expect) -> None:
         """From now on these blocks may be filled under this transfer and epoch."""
         key = (expect.transfer_id, expect.epoch)
-        shape = (len(expect.block_ids), self._region.layout.num_layers)
-        with self._changed:
-            if key in self._incoming or key in self._ended:
+        with self._grants.changed:
+            if not self._grants.add(expect, self._region.layout.num_layers):
                 return
-            self._incoming[key] = Incoming(expect, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
-            self._changed.notify_all()
-        self._attend()
+        self._writers.attend(self._grants.any_live)
         if self._staging is not None:
             self._staging.open(key)
-            if key not in self._incoming:  # over already
+            if key not in self._grants.live:  # over already
                 self._staging.fence(key)
 
     def revoke(self, transfer_id: str, epoch: int, reason: str) -> None:
         """Take a grant back; Fenced follows."""
-        with self._changed:
-            incoming = self._incoming.get((transfer_id, epoch))
-            if incoming is None:
-                log.debug("revoke of %s/%d which is not out", transfer_id, epoch)
-                return
-        self._begin_revoke(incoming, reason)
+        incoming = self._grants.live.get((transfer_id, epoch))
+        if incoming is None:
+            log.debug("revoke of %s/%d which is not out", transfer_id, epoch)
+            return
+        self._revoker.begin(incoming, reason)
 
     # ---- Sink ----------------------------------------------------------------------------------------------------
 
     def claim(self, peer: PeerId, header: UnitHeader, kind: str = "") -> Runs | None:
         """Destination runs for one write, or None: not wanted. `kind` names the channel it comes over."""
         key = (header.transfer_id, header.epoch)
-        with self._changed:
-            self._changed.wait_for(lambda: self._known(key), timeout=CLAIM_WAIT_S)
-            incoming = self._incoming.get(key)
+        with self._grants.changed:
+            self._grants.changed.wait_for(lambda: self._is_answered(key), timeout=CLAIM_WAIT_S)
+            incoming = self._grants.live.get(key)
             if incoming is None or incoming.revoked or not self._fits(incoming, peer, header):
                 self.num_rejected += 1
                 return None
@@ -138,46 +128,45 @@ class Receiver:
 
     def _settle(self, peer: PeerId, header: UnitHeader, error: str = "") -> bool:
         """A unit's bytes are in their blocks, or cannot be had (`error`)."""
-        incoming = self._incoming.get((header.transfer_id, header.epoch))
+        incoming = self._grants.live.get((header.transfer_id, header.epoch))
         if incoming is None:
             return False
         error = error or self._verify(incoming, header)
         good = not error
         complete = False
-        with self._changed:
+        with self._grants.changed:
             incoming.claims -= 1
             incoming.num_frames -= bool(header.frame_bytes)
-            self._changed.notify_all()
+            self._grants.changed.notify_all()
             if good and not incoming.revoked:
                 incoming.cells(header)[:] = True
                 incoming.num_units += 1
                 incoming.num_bytes += header.num_bytes
                 complete = bool(incoming.landed.all())
                 if complete:
-                    self._retire(incoming)
+                    self._grants.retire(incoming)
         if complete:
-            if self._staging is not None:
-                self._staging.fence((header.transfer_id, header.epoch))
+            self._shut(incoming)
             self._report(self._landed(incoming))
-            self._attend()
+            self._writers.attend(self._grants.any_live)
         if not good:
             self._corrupt(incoming, peer, header, error)
         elif not complete and incoming.all_sent and incoming.claims == 0:
-            self._begin_revoke(incoming, MISSING)
+            self._revoker.begin(incoming, MISSING)
         return good
 
     def failed(self, peer: PeerId, header: UnitHeader, reason: str) -> None:
         """A claimed write did not finish."""
         if header.frame_bytes and self._staging is not None:
             self._staging.failed(header)
-        incoming = self._incoming.get((header.transfer_id, header.epoch))
+        incoming = self._grants.live.get((header.transfer_id, header.epoch))
         if incoming is None:
             return
-        with self._changed:
+        with self._grants.changed:
             incoming.claims -= 1
             incoming.num_frames -= bool(header.frame_bytes)
-            self._changed.notify_all()
-        self._begin_revoke(incoming, f"unit from {peer.engine_id} failed: {reason}")
+            self._grants.changed.notify_all()
+        self._revoker.begin(incoming, f"unit from {peer.engine_id} failed: {reason}")
 
     def control(self, peer: PeerId, control: Control) -> None:
         """Drained and UnitFailed concern us; Abort is for the sender (the node routes it)."""
@@ -187,44 +176,44 @@ class Receiver:
             if isinstance(control, UnitFailed)
             else (control.transfer_id, control.epoch)
         )
-        incoming = self._incoming.get(key)
+        incoming = self._grants.live.get(key)
         if incoming is None or incoming.expect.prefill_id != peer.engine_id:
             return
         if isinstance(control, Drained):
-            with self._changed:
+            with self._grants.changed:
                 incoming.peer_stopped = True
                 incoming.all_sent = control.complete
-                self._changed.notify_all()
+                self._grants.changed.notify_all()
                 is_decoding = incoming.claims > 0
             if control.complete and not incoming.revoked:
                 if not is_decoding:
-                    self._begin_revoke(incoming, MISSING)
+                    self._revoker.begin(incoming, MISSING)
                 return
-        self._begin_revoke(incoming, f"{peer.engine_id}: {control.reason or 'stopped'}")
+        self._revoker.begin(incoming, f"{peer.engine_id}: {control.reason or 'stopped'}")
 
     def lost(self, peer: PeerId, reason: str, kind: str = "") -> None:
         """A connection of that peer ended: what came over it, and what could come over no other one, is missing."""
-        if any(e.kind == kind and e.has(peer) for e in self._endpoints):
+        if self._writers.is_connected(peer, kind):
             return
-        elsewhere = any(e.has(peer) for e in self._endpoints)
-        with self._changed:
-            theirs = [i for i in self._incoming.values() if i.expect.prefill_id == peer.engine_id]
+        elsewhere = self._writers.is_connected(peer)
+        with self._grants.changed:
+            theirs = [i for i in self._grants.live.values() if i.expect.prefill_id == peer.engine_id]
         for incoming in theirs:
-            if incoming.peer is None and (elsewhere or peer not in self._peers()):
+            if incoming.peer is None and (elsewhere or peer not in self._writers.of(incoming)):
                 continue
             if incoming.peer is not None and (incoming.peer, incoming.channel) != (peer, kind):
                 continue
             incoming.peer_stopped = incoming.peer_stopped or not elsewhere
-            self._begin_revoke(incoming, f"connection to {peer.engine_id} lost: {reason}")
+            self._revoker.begin(incoming, f"connection to {peer.engine_id} lost: {reason}")
 
     def expects(self, header: UnitHeader) -> bool:
         """Whether this unit belongs to a grant of ours."""
-        return (header.transfer_id, header.epoch) in self._incoming
+        return (header.transfer_id, header.epoch) in self._grants.live
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _known(self, key: tuple[str, int]) -> bool:
-        return key in self._incoming or key in self._ended or self._stop
+    def _is_answered(self, key: Key) -> bool:
+        return self._grants.is_known(key) or self._is_closed
 
     def _fits(self, incoming: Incoming, peer: PeerId, header: UnitHeader) -> bool:
         at = header.first_block - incoming.expect.first_block
@@ -264,13 +253,12 @@ class Receiver:
             return
         self.num_corrupt += 1
         log.warning("unit of %s from %s: %s; recomputing from there", header.transfer_id, peer, reason)
-        for endpoint in self._endpoints:
-            self._tell(endpoint, peer, UnitFailed(header=header, reason=reason[:1000]))
-        self._begin_revoke(incoming, reason)
+        self._writers.tell([peer], UnitFailed(header=header, reason=reason[:1000]))
+        self._revoker.begin(incoming, reason)
 
     def _credit(self, key: Key, num_slots: int) -> None:
         """Tell a transfer's sender that it may send frames."""
-        incoming = self._incoming.get(key)
+        incoming = self._grants.live.get(key)
         assert self._staging is not None
         if incoming is None:
             return
@@ -283,10 +271,7 @@ class Receiver:
             codec=codec,
             decode_bytes_per_s=rate,
         )
-        for peer in self._peers_of(incoming):
-            for endpoint in self._endpoints:
-                if endpoint.kind in STAGED:
-                    self._tell(endpoint, peer, credit)
+        self._writers.tell(self._writers.of(incoming), credit, STAGED)
 
     def _landed(self, incoming: Incoming) -> Landed:
         return Landed(
@@ -299,111 +284,7 @@ class Receiver:
             wall=self._clock.wall(),
         )
 
-    def _begin_revoke(self, incoming: Incoming, reason: str) -> None:
-        with self._changed:
-            key = (incoming.expect.transfer_id, incoming.expect.epoch)
-            if incoming.revoked or key not in self._incoming:
-                return
-            incoming.revoked = reason
-            incoming.drain_by = self._clock.now() + self._drain_s
-            self.generation += 1
-            self._report(Generation(rank=self._rank, number=self.generation))
-            self._changed.notify_all()
-        abort = Abort(transfer_id=key[0], epoch=key[1], reason=reason[:1000])
-        for peer in self._peers_of(incoming):
-            for endpoint in self._endpoints:
-                told = self._tell(endpoint, peer, abort)
-                incoming.pushed = incoming.pushed or (told and not endpoint.writes_here)
-        with self._changed:
-            incoming.told = True
-            self._changed.notify_all()
-
-    def _reap(self) -> None:
-        """Finish revoked grants: wait for claims and Drained, or fence when the drain deadline passes."""
-        while True:
-            with self._changed:
-                if self._stop:
-                    return
-                revoked = [i for i in self._incoming.values() if i.revoked]
-                if not any(self._is_quiet(i) or self._clock.now() >= i.drain_by for i in revoked):
-                    self._changed.wait(0.02 if revoked else 5.0)
-                    continue
-            for incoming in revoked:
-                try:
-                    self._finish(incoming)
-                except Exception:
-                    # Without this thread no failed receive would ever end; the grant stays revoked and is tried again.
-                    log.exception("cannot fence %s: please report this", incoming.expect.transfer_id)
-                    incoming.drain_by = self._clock.now() + self._drain_s
-
-    def _finish(self, incoming: Incoming) -> None:
-        if self._is_quiet(incoming):
-            self._fenced(incoming)
-        elif self._clock.now() >= incoming.drain_by:
-            self._fence(incoming)
-
-    def _is_quiet(self, incoming: Incoming) -> bool:
-        """Nothing of this grant can land: no claim is held, and no peer writes by itself (or it has stopped). Frames do
-        not count: the staging's fence keeps them out of the blocks."""
-        has_claims = incoming.claims > incoming.num_frames
-        return incoming.told and not has_claims and (incoming.peer_stopped or not incoming.pushed)
-
-    def _fence(self, incoming: Incoming) -> None:
-        log.warning(
-            "%s did not drain %s in %d ms (%s): fencing its channels",
-            incoming.expect.prefill_id,
-            incoming.expect.transfer_id,
-            int(self._drain_s * 1000),
-            incoming.revoked,
-        )
-        for peer in self._peers_of(incoming):
-            for endpoint in self._endpoints:
-                if endpoint.writes_here or incoming.pushed or not incoming.told:
-                    endpoint.fence(peer)
-        self._fenced(incoming)
-
-    def _fenced(self, incoming: Incoming) -> None:
-        key = (incoming.expect.transfer_id, incoming.expect.epoch)
-        with self._changed:
-            if key not in self._incoming:
-                return
-            self._retire(incoming)
-        if self._staging is not None:  # after it is retired: `expect` may be about to open it
-            self._staging.fence(key)
-        self._report(
-            Fenced(
-                rank=self._rank,
-                transfer_id=incoming.expect.transfer_id,
-                epoch=incoming.expect.epoch,
-                num_valid=incoming.num_valid,
-                reason=incoming.revoked[:1000],
-                num_units=incoming.num_units,
-                num_bytes=incoming.num_bytes,
-            )
-        )
-        self._attend()
-
-    def _retire(self, incoming: Incoming) -> None:
-        key = (incoming.expect.transfer_id, incoming.expect.epoch)
-        self._incoming.pop(key, None)
-        self._ended[key] = None
-        while len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def _tell(self, endpoint: Endpoint, peer: PeerId, control: Control) -> bool:
-        try:
-            endpoint.tell(peer, control)
-        except ChannelError as error:
-            log.debug("%s to %s over %s not sent: %s", type(control).__name__, peer.engine_id, endpoint.kind, error)
-            return False
-        return True
-
-    def _attend(self) -> None:
-        with self._attending:  # the last to apply has seen the latest state
-            with self._changed:
-                active = bool(self._incoming)
-            for endpoint in self._endpoints:
-                endpoint.attend(active)
-
-    def _peers_of(self, incoming: Incoming) -> list[PeerId]:
-        return [p for p in self._peers() if p.engine_id == incoming.expect.prefill_id]
+    def _shut(self, incoming: Incoming) -> None:
+        """It has been retired: its frames no longer reach the blocks. Not before: `expect` may be about to open it."""
+        if self._staging is not None:
+            self._staging.fence(incoming.key)

@@ -20,7 +20,8 @@ from pdxfer.core.ids import is_engine_id
 from pdxfer.core.logs import setup_logging
 from pdxfer.kv.pack import Packing
 from pdxfer.metrics.spans import Spans
-from pdxfer.node.node import Node, NodeSettings
+from pdxfer.node.node import Node
+from pdxfer.node.settings import NodeSettings
 from pdxfer.node.store_side import StoreSettings
 from pdxfer.node.wire_settings import WireSettings, split, wire_settings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings

@@ -1,7 +1,8 @@
 """The socket between an engine's scheduler half and its worker halves: facts that cannot wait for an engine step.
 
 One ipc socket a run, in a directory only this user can enter. Same-host only: the halves of an engine with several
-hosts would need the step path. Both ends have their own IO thread; callbacks run on it.
+hosts would need the step path. Both ends have their own IO thread; callbacks run on it, so what they take delays facts:
+they put into queues or send a small control to a peer. Only Welcome takes longer, before there is anything to say.
 """
 
 import logging
@@ -20,6 +21,8 @@ from pdxfer.wire.store_facts import Fact, ToSchedulerStore, ToWorkerStore
 from pdxfer.wire.version import Decoder, encode
 
 log = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0
 
 
 # ---- scheduler half → worker halves ------------------------------------------------------------------------------
@@ -175,7 +178,12 @@ class _Link:
         self._stop = True
         self._ring()
         if self._thread.is_alive():
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=_CLOSE_S)
+        if (
+            self._thread.is_alive()
+        ):  # in a callback; its sockets are its own, and it ends with the process at the latest
+            log.warning("%s does not end: a callback takes longer than %g s", self._thread.name, _CLOSE_S)
+            return
         with self._wake_lock:
             self._context.destroy(linger=0)
 
@@ -207,7 +215,16 @@ class _Link:
                     log.exception("a message between halves failed")
 
     def _open(self) -> "zmq.Socket[bytes]":
+        """Bound or connected, of `_socket`."""
         raise AssertionError("subclass")
+
+    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+        """Sending never waits: two ends that waited for each other to read would wait for ever. What is on its way is
+        bounded by what the engine has under way, as is the outbox."""
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        return socket
 
     def _transmit(self, socket: "zmq.Socket[bytes]", frames: list[bytes]) -> None:
         socket.send_multipart(frames)
@@ -237,8 +254,7 @@ class SchedulerEnd(_Link):
         self._post([self._ranks[rank], encode(message)])
 
     def _open(self) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.bind(self._path)
@@ -277,8 +293,7 @@ class WorkerEnd(_Link):
         self._post([encode(fact)])
 
     def _open(self) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, b"w%d" % self._rank)
         socket.connect(self._path)
         return socket

@@ -1,0 +1,70 @@
+"""The peers that may write to one decode rank, and the endpoints over which they do: telling them, fencing them.
+
+Used by the receiver and by the revoker, from any thread. What may be written is not decided here.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from pdxfer.core.errors import ChannelError
+from pdxfer.node.incoming import Incoming
+from pdxfer.transport.base import Control, Endpoint, PeerId
+
+log = logging.getLogger(__name__)
+
+
+class Writers:
+    """Endpoints × the router's peers."""
+
+    def __init__(self, peers: Callable[[], Sequence[PeerId]]) -> None:
+        """`peers`: all there are now."""
+        self._peers = peers
+        self._endpoints: Sequence[Endpoint] = ()
+        self._attending = threading.Lock()
+
+    def start(self, endpoints: Sequence[Endpoint]) -> None:
+        """Once; none are known before."""
+        self._endpoints = endpoints
+
+    def of(self, incoming: Incoming) -> list[PeerId]:
+        """The ranks of the engine that this grant was given to."""
+        return [p for p in self._peers() if p.engine_id == incoming.expect.prefill_id]
+
+    def is_connected(self, peer: PeerId, kind: str | None = None) -> bool:
+        """Over a channel of this kind; None: of any."""
+        return any(e.has(peer) for e in self._endpoints if kind is None or e.kind == kind)
+
+    def tell(self, peers: Sequence[PeerId], control: Control, kinds: Collection[str] = ()) -> bool:
+        """Over every connection of these peers (of these kinds; of all, if none are named). True: one that was told
+        writes into our memory by itself."""
+        is_pushed = False
+        for peer in peers:
+            for endpoint in self._endpoints:
+                if not kinds or endpoint.kind in kinds:
+                    told = _tell(endpoint, peer, control)
+                    is_pushed = is_pushed or (told and not endpoint.writes_here)
+        return is_pushed
+
+    def fence(self, incoming: Incoming) -> None:
+        """After it returns nothing of this grant can land; see Endpoint.fence."""
+        for peer in self.of(incoming):
+            for endpoint in self._endpoints:
+                if endpoint.writes_here or incoming.pushed or not incoming.told:
+                    endpoint.fence(peer)
+
+    def attend(self, is_active: Callable[[], bool]) -> None:
+        """Grants are out, or none are: tell the endpoints."""
+        with self._attending:  # the last to apply has seen the latest state
+            active = is_active()
+            for endpoint in self._endpoints:
+                endpoint.attend(active)
+
+
+def _tell(endpoint: Endpoint, peer: PeerId, control: Control) -> bool:
+    try:
+        endpoint.tell(peer, control)
+    except ChannelError as error:
+        log.debug("%s to %s over %s not sent: %s", type(control).__name__, peer.engine_id, endpoint.kind, error)
+        return False
+    return True
