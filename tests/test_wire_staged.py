@@ -121,9 +121,29 @@ def test_a_frame_of_another_model_is_refused(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("rig", [{"prefill": settings("int8"), "decode": settings("lossless")}], indirect=True)
-def test_a_codec_that_decode_does_not_allow_is_refused(rig: Rig) -> None:
-    end = rig.run()
+def test_a_codec_that_decode_does_not_allow_is_not_sent(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Decode names with its credits what it takes: nothing has to fail first, and the log says it once."""
+    for number in range(2):
+        assert isinstance(rig.run(f"t{number}"), Landed) and rig.is_equal
+    assert not rig.frames and rig.decode.wire.staging.num_bad == 0
+    assert [r.getMessage() for r in caplog.records if "codec.allow" in r.getMessage()] == [
+        "codec int8 is not sent to d0: its codec.allow takes lossless"
+    ]
+
+
+@pytest.mark.parametrize("rig", [{"prefill": settings("int8"), "decode": settings("lossless")}], indirect=True)
+def test_a_codec_that_was_refused_is_not_sent_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever decode had promised: one transfer is lost, then the peer gets its bytes as they are."""
+    staging = rig.decode.wire.staging
+    makes = staging.credit
+    staging.credit = lambda *a: msgspec.structs.replace(makes(*a), codecs=["int8"])  # type: ignore[method-assign]
+    end = rig.run("a")
     assert isinstance(end, Fenced) and "not allowed" in end.reason
+    num_frames = len(rig.frames)
+    for name in ("b", "c"):
+        assert isinstance(rig.run(name), Landed) and rig.is_equal
+    assert len(rig.frames) == num_frames
+    assert len([r for r in caplog.records if "is not sent to d0 any more" in r.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("rig", [{"prefill": settings(tenants={"exact": ()})}], indirect=True)

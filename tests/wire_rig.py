@@ -19,7 +19,17 @@ from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender
 from pdxfer.node.wire import Wire
 from pdxfer.node.wire_settings import WireSettings
-from pdxfer.transport.base import Abort, Channel, Control, Credit, EndpointOptions, OutgoingUnit, PeerId, UnitHeader
+from pdxfer.transport.base import (
+    Abort,
+    Channel,
+    Control,
+    Credit,
+    EndpointOptions,
+    OutgoingUnit,
+    PeerId,
+    UnitFailed,
+    UnitHeader,
+)
 from pdxfer.transport.tcp import TcpEndpoint
 from pdxfer.wire.halves import Expect, Fenced, Landed, ToScheduler
 from pdxfer.wire.messages import Grant
@@ -81,6 +91,8 @@ class _PrefillSink:
             self._rig.note_credit(control)
         elif isinstance(control, Abort):
             self._rig.sender.abort(peer.engine_id, control.transfer_id, control.epoch, control.reason)
+        elif isinstance(control, UnitFailed):
+            self._rig.sender.hear(peer.engine_id, control)
 
     def lost(self, peer: PeerId, reason: str) -> None: ...
 
@@ -160,12 +172,12 @@ class Rig:
         return self._channel  # type: ignore[return-value]
 
     def _lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
-        wire = self.prefill.wire.sender()
+        wire = self.prefill.wire.sender(engine_id)
         return Lane(engine_id, self.prefill.region, self.channel, report, lambda c, r: None, 1, wire)
 
     def note_credit(self, credit: Credit) -> None:
         if self.pass_credits:
-            self.sender.credit("d0", credit)
+            self.sender.hear("d0", credit)
         with self.changed:
             self.credits.append(credit)
             self.changed.notify_all()

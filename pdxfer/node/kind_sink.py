@@ -30,9 +30,11 @@ class KindSink:
         if isinstance(control, Abort):
             self._sender.abort(peer.engine_id, control.transfer_id, control.epoch, control.reason)
         elif isinstance(control, Credit):
-            self._sender.credit(peer.engine_id, control)
+            self._sender.hear(peer.engine_id, control)
         elif isinstance(control, UnitFailed) and not self._receiver.expects(control.header):
             header = control.header
+            if header.frame_bytes:
+                self._sender.hear(peer.engine_id, control)
             self._sender.abort(peer.engine_id, header.transfer_id, header.epoch, control.reason)
         else:
             self._receiver.control(peer, control)

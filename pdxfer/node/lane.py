@@ -16,7 +16,7 @@ from pdxfer.kv.runs import block_runs, total_bytes
 from pdxfer.memory.region import Region
 from pdxfer.node.plan import Area
 from pdxfer.node.wire_sender import WireSender
-from pdxfer.transport.base import Channel, Credit, Drained, OutgoingUnit, UnitHeader
+from pdxfer.transport.base import Channel, Credit, Drained, OutgoingUnit, UnitFailed, UnitHeader
 from pdxfer.transport.kinds import STAGED
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Lane:
         """By (transfer, epoch, first block, layer after the last), in the order they will be written."""
         self._controls: list[Drained] = []
         self._granted: list[tuple[str, int]] = []
-        self._credited: list[Credit] = []
+        self._heard: list[Credit | UnitFailed] = []
         self._dropping: list[tuple[str, int]] = []
         self._in_flight: dict[tuple[str, int], int] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
@@ -139,10 +139,10 @@ class Lane:
             self._granted.append((transfer_id, epoch))
             self._changed.notify()
 
-    def credit(self, credit: Credit) -> None:
-        """The peer has staging slots for frames of a transfer."""
+    def hear(self, news: Credit | UnitFailed) -> None:
+        """The peer has staging slots for frames of a transfer, or has refused a frame."""
         with self._changed:
-            self._credited.append(credit)
+            self._heard.append(news)
             self._changed.notify()
 
     def drop(self, transfer_id: str, epoch: int, farewell: Drained) -> None:
@@ -186,9 +186,7 @@ class Lane:
                 self._fail_all(f"bug in the sender: {error}")
 
     def _has_work(self) -> bool:
-        return bool(
-            self._granted or self._credited or self._jobs or self._controls or self._dropping or self._in_flight
-        )
+        return bool(self._granted or self._heard or self._jobs or self._controls or self._dropping or self._in_flight)
 
     def _take(self) -> Job | None:
         if not self._jobs or sum(self._in_flight.values()) >= MAX_IN_FLIGHT:
@@ -208,10 +206,10 @@ class Lane:
     def _bind(self) -> None:
         with self._changed:
             granted, self._granted = self._granted, []
-            credited, self._credited = self._credited, []
+            heard, self._heard = self._heard, []
         if self._wire is not None:
-            for credit in credited:
-                self._wire.credit(credit)
+            for news in heard:
+                self._wire.hear(news)
         for key in granted:
             channel = self._open_channel()
             if channel is not None:

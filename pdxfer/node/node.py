@@ -252,7 +252,7 @@ class Node:
     # ---- sender and receiver ----
 
     def _open_lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
-        wire = self.wire.sender() if self.wire else None
+        wire = self.wire.sender(engine_id) if self.wire else None
         channel, give_up = partial(self._members.channel, engine_id), self._members.give_up
         return Lane(engine_id, self._region, channel, report, give_up, self._settings.digest_every, wire)
 

@@ -262,15 +262,7 @@ class Receiver:
         assert self._staging is not None
         if incoming is None:
             return
-        codec, rate = self._staging.last_decoded
-        credit = Credit(
-            transfer_id=key[0],
-            epoch=key[1],
-            num_slots=num_slots,
-            slot_bytes=self._staging.slot_bytes,
-            codec=codec,
-            decode_bytes_per_s=rate,
-        )
+        credit = self._staging.credit(key, num_slots)
         self._writers.tell(self._writers.of(incoming), credit, STAGED)
 
     def _landed(self, incoming: Incoming) -> Landed:

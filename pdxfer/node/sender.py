@@ -21,7 +21,7 @@ from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.node.lane import AreaDone, Job, Lane, LaneFailed, LaneIdle, Report, UnitLost
 from pdxfer.node.outgoing import Outgoing, Ready
 from pdxfer.node.plan import Area, SendPlan
-from pdxfer.transport.base import Credit, Drained
+from pdxfer.transport.base import Credit, Drained, UnitFailed
 from pdxfer.wire.messages import Grant
 
 log = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ class _Peers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Credited:
+class _Heard:
     engine_id: str
-    credit: Credit
+    news: Credit | UnitFailed
 
 
-_Event = _Credited | _Peers | _Step | _Layers | _Forget | _Abort | Grant | Report
+_Event = _Heard | _Peers | _Step | _Layers | _Forget | _Abort | Grant | Report
 
 
 def no_codecs(tenant: str) -> tuple[str, ...]:
@@ -122,9 +122,9 @@ class Sender:
         """The receiver takes its grant back: stop, and answer Drained even if all was sent long ago."""
         self._events.put(_Abort(engine_id, transfer_id, epoch, reason))
 
-    def credit(self, engine_id: str, credit: Credit) -> None:
-        """A peer has staging slots for frames (its channel's thread)."""
-        self._events.put(_Credited(engine_id, credit))
+    def hear(self, engine_id: str, news: Credit | UnitFailed) -> None:
+        """A peer has staging slots for frames, or has refused one (its channel's thread)."""
+        self._events.put(_Heard(engine_id, news))
 
     def keep_lanes(self, engine_ids: frozenset[str]) -> None:
         """Close the lanes of engines that are no peers any more (router client's thread)."""
@@ -168,8 +168,8 @@ class Sender:
                 self._idle(event)
             case LaneFailed():
                 self._lane_failed(event)
-            case _Credited():
-                self._lane(event.engine_id).credit(event.credit)
+            case _Heard():
+                self._lane(event.engine_id).hear(event.news)
             case _Peers():
                 for engine_id in self._lanes.keys() - event.engine_ids:
                     self._close_lane(engine_id)

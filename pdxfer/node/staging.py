@@ -24,7 +24,7 @@ from pdxfer.memory.region import Region
 from pdxfer.node.staging_ring import Key, StagingRing
 from pdxfer.node.wire_frames import WireFrames
 from pdxfer.node.wire_settings import WireSettings
-from pdxfer.transport.base import PeerId, UnitHeader
+from pdxfer.transport.base import Credit, PeerId, UnitHeader
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Staging:
         self._threads = [
             threading.Thread(target=self._run, name=f"pdxfer-staging-{i}", daemon=True) for i in range(settings.workers)
         ]
-        self.last_decoded = ("", 0.0)
+        self._last_decoded = ("", 0.0)
         """Codec, and raw bytes a second with decoding and scattering, of the newest frame: senders choose by it."""
         self.num_frames = 0
         """Units that were decoded into their blocks."""
@@ -134,6 +134,19 @@ class Staging:
             slot, _ = self._arriving.pop(_unit(header))
         self._release(slot)
 
+    def credit(self, key: Key, num_slots: int) -> Credit:
+        """What a transfer's sender is told: its slots, and what it should know to choose."""
+        codec, rate = self._last_decoded
+        return Credit(
+            transfer_id=key[0],
+            epoch=key[1],
+            num_slots=num_slots,
+            slot_bytes=self.slot_bytes,
+            codec=codec,
+            decode_bytes_per_s=rate,
+            codecs=self._frames.taken,
+        )
+
     # ---- the workers ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -169,7 +182,7 @@ class Staging:
             log.exception("frame of %s: please report this", job.header.transfer_id)
             self.num_bad += 1
             return f"bad frame: {type(error).__name__}: {error}"
-        self.last_decoded = (codec, raw.nbytes / max(1e-9, self._clock.now() - start_s))
+        self._last_decoded = (codec, raw.nbytes / max(1e-9, self._clock.now() - start_s))
         return problem
 
     def _scatter(self, key: Key, runs: Runs, raw: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> str:

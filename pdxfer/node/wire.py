@@ -44,8 +44,6 @@ class Wire:
         self._chunk_blocks = chunk_blocks
         self._frames = WireFrames(settings, fingerprint, region.layout.block_size)
         self._fixed = settings.codec if settings.codec != "auto" else ""
-        for entry in settings.entries:
-            self._frames.codec(*split(entry))
         self._rates: dict[str, Rates] = {}
         self._counts = WireCounts()
         self._is_on = True
@@ -67,10 +65,10 @@ class Wire:
         """What may be used for a tenant's KV now."""
         return self._settings.allowed(tenant) if self._is_on else ()
 
-    def sender(self) -> WireSender:
-        """For one lane."""
+    def sender(self, engine_id: str) -> WireSender:
+        """For the lane to one engine."""
         chooser = Chooser(self._rates, self._fixed)
-        return WireSender(self._frames, chooser, self._region, self._counts, self._clock)
+        return WireSender(engine_id, self._frames, chooser, self._region, self._counts, self._clock)
 
     def counts(self) -> dict[str, int]:
         """Totals for the heartbeat (metrics/catalog.py)."""

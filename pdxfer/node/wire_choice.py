@@ -105,14 +105,15 @@ class Chooser:
         """Codec for a unit of so many bytes: an entry of `allowed`, or RAW."""
         if credits <= 0 or num_bytes < MIN_BYTES and not self._fixed:
             return RAW
+        allowed = tuple(entry for entry in allowed if split(entry)[0] not in self._forbidden)
         if self._fixed:
-            return self._fixed if self._fixed in allowed and self._fixed not in self._forbidden else RAW
+            return self._fixed if self._fixed in allowed else RAW
         if not self.link.bytes_per_s:
             return RAW
         best, limit = RAW, MARGIN * num_bytes / self.link.bytes_per_s
         for entry in allowed:
             rates = self._rates.get(entry)
-            if rates is None or entry in self._forbidden:
+            if rates is None:
                 continue
             took = self.seconds(rates, num_bytes, is_last)
             if took < limit:
@@ -146,6 +147,9 @@ class Chooser:
             if bytes_per_s > 0 and split(entry)[0] == codec:
                 rates.decode += SMOOTHING * (bytes_per_s - rates.decode)
 
-    def forbid(self, entry: str) -> None:
-        """Never again towards this peer: it cannot be made here. What it refuses is not learnt."""
-        self._forbidden.add(entry)
+    def forbid(self, entry: str) -> bool:
+        """Never again towards this peer, at whatever level: it cannot be made here, or refused there. False: known."""
+        codec = split(entry)[0]
+        is_new = codec not in self._forbidden
+        self._forbidden.add(codec)
+        return is_new

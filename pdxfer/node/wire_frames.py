@@ -13,7 +13,7 @@ from pdxfer.codec.base import ITEM_BYTES, Bytes, ChunkSpec, Codec
 from pdxfer.codec.frame import FrameError, FrameHeader, open_frame
 from pdxfer.codec.registry import encode_frame
 from pdxfer.kv.chunks import identity_digest
-from pdxfer.node.wire_settings import WireSettings
+from pdxfer.node.wire_settings import WireSettings, split
 from pdxfer.store.transcode import OPAQUE, ChunkForm
 from pdxfer.transport.base import UnitHeader
 
@@ -22,9 +22,12 @@ class WireFrames:
     """Encodes and decodes units of one rank. Any thread."""
 
     def __init__(self, settings: WireSettings, fingerprint: Mapping[str, str], block_size: int) -> None:
+        """Raises ConfigError for a codec or level that nobody provides."""
         self._settings, self._block_size = settings, block_size
         self._identity = identity_digest(fingerprint)
-        self._taken = settings.names
+        entries = [split(entry) for entry in settings.entries]
+        self.taken = sorted({name for name, level in entries if self.usable(self.codec(name, level))})
+        """Codecs whose frames are decoded here."""
 
     def codec(self, name: str, level: int) -> Codec:
         """ConfigError if there is none."""
@@ -51,8 +54,8 @@ class WireFrames:
     def decode(self, frame: memoryview, unit: UnitHeader) -> tuple[Bytes, str]:
         """The unit's bytes in canonical order, in memory of their own, and the codec. Raises FrameError."""
         header, payload = open_frame(frame, key_of(unit), self._identity)
-        if header.codec not in self._taken:
-            raise FrameError(f"codec {header.codec} is not allowed here: see codec.allow; {sorted(self._taken)} are")
+        if header.codec not in self.taken:
+            raise FrameError(f"codec {header.codec} is not allowed here: see codec.allow; {self.taken} are")
         num_tokens = unit.num_blocks * self._block_size
         if header.raw_bytes != unit.num_bytes or header.num_tokens != num_tokens:
             raise FrameError(

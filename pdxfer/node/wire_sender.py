@@ -20,12 +20,16 @@ from pdxfer.node.staging_ring import Key
 from pdxfer.node.wire_choice import RAW, Chooser
 from pdxfer.node.wire_frames import WireFrames
 from pdxfer.node.wire_settings import split
-from pdxfer.transport.base import Channel, Credit, MeasuredChannel, OutgoingUnit
+from pdxfer.transport.base import Channel, Credit, MeasuredChannel, OutgoingUnit, UnitFailed, UnitHeader
 
 log = logging.getLogger(__name__)
 
 MAX_TRANSFERS = 4096
 """Transfers whose credits are remembered."""
+MAX_SENT = 1024
+"""Frames whose codec is remembered."""
+_Unit = tuple[str, int, int, int]
+"""(transfer, epoch, first block, first layer)."""
 
 
 @dataclass(slots=True)
@@ -49,19 +53,48 @@ class _Credits:
 class WireSender:
     """Credits of one peer, and the frames made for it."""
 
-    def __init__(self, frames: WireFrames, chooser: Chooser, region: Region, counts: WireCounts, clock: Clock) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        frames: WireFrames,
+        chooser: Chooser,
+        region: Region,
+        counts: WireCounts,
+        clock: Clock,
+    ) -> None:
+        self._engine_id = engine_id
         self._frames, self._chooser, self._region, self._clock = frames, chooser, region, clock
         self.counts = counts
         self._credits: OrderedDict[Key, _Credits] = OrderedDict()
+        self._taken: frozenset[str] = frozenset()
+        """Codecs that the peer decodes, as it has said with its credits."""
+        self._told: set[str] = set()
+        """Entries of which the log says that the peer does not take them."""
+        self._sent: OrderedDict[_Unit, str] = OrderedDict()
+        """Frame → its codec: a refusal may come when the transfer is long over."""
+
+    def hear(self, news: Credit | UnitFailed) -> None:
+        """What the peer says about frames."""
+        if isinstance(news, Credit):
+            self.credit(news)
+        else:
+            self.refused(news)
 
     def credit(self, credit: Credit) -> None:
         """The peer has room for more frames of a transfer."""
         key = (credit.transfer_id, credit.epoch)
         held = self._credits.setdefault(key, _Credits(0, credit.slot_bytes))
         held.num_slots += credit.num_slots
+        self._taken = frozenset(credit.codecs)
         self._chooser.decoded(credit.codec, credit.decode_bytes_per_s)
         while len(self._credits) > MAX_TRANSFERS:
             self._credits.popitem(last=False)
+
+    def refused(self, failed: UnitFailed) -> None:
+        """The peer could not use a frame: whatever the reason, its codec is not tried there again."""
+        entry = self._sent.get(_unit(failed.header))
+        if entry is not None and self._chooser.forbid(entry):
+            log.warning("codec %s is not sent to %s any more: %s", entry, self._engine_id, failed.reason)
 
     def forget(self, key: Key) -> None:
         """A transfer is over."""
@@ -83,7 +116,8 @@ class WireSender:
         header = unit.header
         held = self._credits.get((header.transfer_id, header.epoch))
         credits = held.num_slots if held is not None else 0
-        choice = self._chooser.choose(allowed, header.num_bytes, credits, is_last) if allowed else RAW
+        taken = self._accepted(allowed) if credits else ()
+        choice = self._chooser.choose(taken, header.num_bytes, credits, is_last) if taken else RAW
         framed = self._framed(unit, choice) if choice != RAW else None
         if framed is None or held is None or framed.header.frame_bytes > held.slot_bytes:
             self.counts.raw_units += bool(allowed)
@@ -92,7 +126,19 @@ class WireSender:
         self.counts.frames += 1
         self.counts.frame_bytes += framed.header.frame_bytes
         self.counts.saved_bytes += header.num_bytes - framed.header.frame_bytes
+        self._sent[_unit(header)] = choice
+        while len(self._sent) > MAX_SENT:
+            self._sent.popitem(last=False)
         return framed
+
+    def _accepted(self, allowed: tuple[str, ...]) -> tuple[str, ...]:
+        """Of these, what the peer takes; what it does not is said once."""
+        for entry in allowed:
+            if split(entry)[0] not in self._taken and entry not in self._told:
+                self._told.add(entry)
+                takes = ", ".join(sorted(self._taken)) or "none"
+                log.warning("codec %s is not sent to %s: its codec.allow takes %s", entry, self._engine_id, takes)
+        return tuple(entry for entry in allowed if split(entry)[0] in self._taken)
 
     def _framed(self, unit: OutgoingUnit, entry: str) -> OutgoingUnit | None:
         """None: it cannot be made, or is no smaller."""
@@ -137,3 +183,7 @@ class WireSender:
         base = self._region.layout.base
         rows = [(np.frombuffer(part, dtype=np.uint8).ctypes.data - base, len(part)) for part in frame]
         return np.array(rows, dtype=np.int64)
+
+
+def _unit(header: UnitHeader) -> _Unit:
+    return header.transfer_id, header.epoch, header.first_block, header.first_layer

@@ -41,11 +41,6 @@ class WireSettings:
         """All that any tenant's KV may be sent with."""
         return sorted({e for tenant in ("", *self.tenants) for e in self.allowed(tenant)})
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Codecs that we take from a peer."""
-        return frozenset(split(entry)[0] for entry in self.entries)
-
 
 def split(entry: str) -> tuple[str, int]:
     """`name:level` or `name` → (name, level); level 0 is the codec's default. A `module:Class` is a name."""

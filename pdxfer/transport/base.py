@@ -111,6 +111,8 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
     """Of the frame that was decoded last..."""
     decode_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """...and how fast it went here, in raw bytes; 0: nothing was."""
+    codecs: Annotated[list[Id], msgspec.Meta(max_length=64)] = []
+    """All that are decoded here; frames of another one would be refused."""
 
 
 Control = Abort | Drained | UnitFailed | Credit
