@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from test_store_halves import Engine, paired, prompt
 
+from pdxfer.node.recompute import CHEAPER
 from pdxfer.wire.halves import Expect, Fenced, Landed
 from pdxfer.wire.messages import CancelGrant, Ended, Grant, LegFailed, Resume, Started
 
@@ -26,6 +27,10 @@ def fenced(epoch: int = 1, num_valid: int = 2) -> Fenced:
     return Fenced(
         rank=0, transfer_id="t", epoch=epoch, num_valid=num_valid, reason="peer lost", num_units=2, num_bytes=200
     )
+
+
+def hopeless() -> Fenced:
+    return Fenced(rank=0, transfer_id="t", epoch=1, num_valid=2, reason=f"p0: {CHEAPER}: 9 s")
 
 
 def granted() -> tuple[Engine, Any]:
@@ -132,3 +137,14 @@ def test_an_abort_while_another_prefill_is_waited_for_ends_it_at_once() -> None:
     assert engine.report() == {"r"} and not engine.receives.unsettled
     assert [over.outcome for over in said(engine, Ended)] == ["aborted"]
     assert said(engine, CancelGrant)[-1].epoch == 2 and not engine.pool.held
+
+
+def test_what_was_given_up_for_being_slow_is_computed_not_sent_by_another_prefill() -> None:
+    """Whether the prefill's own word comes first, or the router's that its leg is over."""
+    engine, receive = granted()
+    engine.receives.rank_fenced(receive, hopeless())
+    assert said(engine, Resume) == [] and verdicts(engine) == (3, 4, 5, 6, 7)
+    engine, receive = granted()
+    engine.receives.leg_failed(receive, LegFailed(transfer_id="t", leg="prefill", reason=f"{CHEAPER}: 9 s", epoch=1))
+    engine.receives.rank_fenced(receive, hopeless())
+    assert said(engine, Resume) == [] and verdicts(engine) == (3, 4, 5, 6, 7)

@@ -162,18 +162,20 @@ class Rig:
             endpoint.admit([P0, D0], b"secret")
         self.receiver.start([self.there])
         self.sender = Sender(LAYERS, CHUNK_BLOCKS, self._lane, self._settle, 0, self.prefill.wire.codecs_of)
+        self.wire_sender = self.prefill.wire.sender("d0")
         self._channel: _Tampering | None = None
         self.channel()
 
     def channel(self) -> Channel:
         """The open one, or a new one."""
         if self._channel is None or self._channel.dead:
-            self._channel = _Tampering(self.here.connect(D0, self.there.address(), 5.0), self)
+            channel = self.here.connect(D0, self.there.address(), 5.0)
+            channel.probe(30.0)  # as the pool does: until then decode may not know whom to tell of its slots
+            self._channel = _Tampering(channel, self)
         return self._channel  # type: ignore[return-value]
 
     def _lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
-        wire = self.prefill.wire.sender(engine_id)
-        return Lane(engine_id, self.prefill.region, self.channel, report, lambda c, r: None, 1, wire)
+        return Lane(engine_id, self.prefill.region, self.channel, report, lambda c, r: None, 1, self.wire_sender)
 
     def note_credit(self, credit: Credit) -> None:
         if self.pass_credits:
@@ -219,7 +221,9 @@ class Rig:
             )
         )
 
-    def prompt(self, transfer_id: str = "t", source: list[int] = SOURCE, tenant: str = "") -> None:
+    def prompt(
+        self, transfer_id: str = "t", source: list[int] = SOURCE, tenant: str = "", left_s: float = 600.0
+    ) -> None:
         """All of it in one step."""
         plan = SendPlan(
             transfer_id=transfer_id,
@@ -230,17 +234,18 @@ class Rig:
             num_tokens=BLOCK_SIZE * len(source),
             token_digest=b"d",
             tenant=tenant,
+            deadline=SYSTEM_CLOCK.now() + left_s,
         )
         self.sender.begin_step((plan,))
         self.sender.layers_done(0, LAYERS)
 
-    def run(self, transfer_id: str = "t", tenant: str = "") -> ToScheduler:
+    def run(self, transfer_id: str = "t", tenant: str = "", left_s: float = 600.0) -> ToScheduler:
         """One transfer, from grant to its end on decode; returns Landed or Fenced."""
         self.expect(transfer_id)
         if self.pass_credits:
             self.wait(lambda: any(c.transfer_id == transfer_id for c in self.credits))
         self.grant(transfer_id)
-        self.prompt(transfer_id, tenant=tenant)
+        self.prompt(transfer_id, tenant=tenant, left_s=left_s)
         self.wait(lambda: self.end_of(transfer_id) and any(s[0] == transfer_id for s in self.settled))
         end = self.end_of(transfer_id)
         assert end is not None

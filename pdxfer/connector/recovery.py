@@ -11,6 +11,7 @@ from pdxfer.connector.member import Member
 from pdxfer.connector.notices import Notices
 from pdxfer.connector.transfer import Receive, ReceiveState
 from pdxfer.core.clock import Clock
+from pdxfer.node.recompute import CHEAPER
 from pdxfer.wire.messages import Outcome
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,11 @@ class Recovery:
         self.resume(receive)
 
     def resume(self, receive: Receive) -> None:
-        """Have another prefill send what is missing, if there is time for it and a router to find one."""
+        """Have another prefill send what is missing, if there is time for it and a router to find one, and sending was
+        not what took too long."""
         left_s = receive.deadline - self._clock.now()
+        if CHEAPER in receive.reason:
+            return
         if not receive.is_resumable or receive.epoch > self._max_resumes or left_s <= 0:
             return
         if not self._member.is_connected:

@@ -43,6 +43,8 @@ class StepMeta:
     """Blocks of failed receives; workers return them as load errors in this very step."""
     unsettled: bool = False
     """Workers must answer with metadata so that update_connector_output runs."""
+    num_tokens: int = 0
+    """Scheduled in it."""
 
 
 class SchedulerHalf:
@@ -126,7 +128,8 @@ class SchedulerHalf:
         if self._store is not None:
             saves = self._store.saves.plan(output)
             self._store.lookups.step_over()
-        return StepMeta(plans, saves, verdicts, unsettled=self._sends.unsettled or self._receives.unsettled)
+        unsettled = self._sends.unsettled or self._receives.unsettled
+        return StepMeta(plans, saves, verdicts, unsettled, num_tokens=sum(output.num_scheduled_tokens.values()))
 
     def update(self, output: KVConnectorOutput) -> None:
         """After a step: tell vLLM which receives are finished."""

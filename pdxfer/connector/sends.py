@@ -81,6 +81,7 @@ class Sends:
             num_tokens=send.num_tokens,
             token_digest=send.token_digest,
             tenant=send.tenant,
+            deadline=send.deadline,
         )
         send.num_planned = last
 

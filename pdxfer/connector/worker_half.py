@@ -15,6 +15,7 @@ from pdxfer.connector.requests import adapter_digest
 from pdxfer.connector.scheduler_half import StepMeta
 from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.connector.values import chunk_form, codecs_of, dtype_of, wire_forms
+from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ConfigError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.device import DeviceBlocks
@@ -39,7 +40,7 @@ class WorkerHalf:
         self._settings, self._config, self._kv_config, self._rank = settings, config, kv_config, rank
         self._node: Node | None = None
         self._layers: dict[str, int] = {}
-        self._meta = StepMeta()
+        self._meta, self._bound_at = StepMeta(), 0.0
         self._next_layer = 0
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -102,7 +103,7 @@ class WorkerHalf:
 
     def bind(self, meta: StepMeta) -> None:
         """A step begins."""
-        self._meta, self._next_layer = meta, 0
+        self._meta, self._next_layer, self._bound_at = meta, 0, SYSTEM_CLOCK.now()
         if meta.plans and self._node is not None:
             self._node.begin_step(meta.plans)
 
@@ -121,7 +122,8 @@ class WorkerHalf:
         if self._meta.plans and remaining > 0 and self._node is not None:
             self._node.layers_done(self._next_layer, remaining, self._event())
             self._next_layer = len(self._layers)
-        if self._meta.plans and self._node is not None and not torch.cuda.is_available():
+        if self._node is not None and not torch.cuda.is_available():
+            self._node.stepped(self._meta.num_tokens, SYSTEM_CLOCK.now() - self._bound_at)
             self._node.computed(self._meta.plans)
         if self._meta.saves and self._node is not None:
             self._node.save(self._meta.saves, self._event())

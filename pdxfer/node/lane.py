@@ -15,6 +15,7 @@ from pdxfer.core.errors import ChannelError
 from pdxfer.kv.runs import block_runs, total_bytes
 from pdxfer.memory.region import Region
 from pdxfer.node.plan import Area
+from pdxfer.node.recompute import Rest
 from pdxfer.node.wire_sender import WireSender
 from pdxfer.transport.base import Channel, Credit, Drained, OutgoingUnit, UnitFailed, UnitHeader
 from pdxfer.transport.kinds import STAGED
@@ -44,6 +45,14 @@ class Job:
     """Waits until the device has finished writing the area (CUDA event); None on CPU."""
     codecs: tuple[str, ...] = ()
     """Which may be used on the wire for this prompt's tenant."""
+    cells_before: int = 0
+    """Of the transfer, how many (block, layer) cells were queued before this area..."""
+    num_cells: int = 0
+    """...and how many there are."""
+    num_tokens: int = 0
+    """Of the grant."""
+    deadline: float = float("inf")
+    """Of the transfer, by this host's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class AreaDone:
 
 @dataclass(frozen=True, slots=True)
 class UnitLost:
-    """One unit could not be delivered although the channel lives (digest, bounds, read error)."""
+    """One unit could not be delivered although the channel lives (digest, bounds, read error), or is not worth it."""
 
     transfer_id: str
     epoch: int
@@ -129,6 +138,7 @@ class Lane:
                 first_layer = waiting.area.first_layer
                 layers = waiting.area.num_layers + area.num_layers
                 job.area = area = Area(area.first_block, area.block_ids, first_layer, layers)
+                job.cells_before = waiting.cells_before
             self._jobs[job.transfer_id, job.epoch, area.first_block, area.first_layer + area.num_layers] = job
             self._changed.notify()
 
@@ -234,6 +244,10 @@ class Lane:
                 f"the grant was given before this channel was opened (generation {job.generation}, the channel's is "
                 f"{channel.generation}): {self.engine_id} may have taken it back"
             )
+        wire, rest = self._wire if channel.kind in STAGED else None, self._rest(job)
+        if wire is not None and (reason := wire.gives_up(rest, job.codecs)):
+            self._report(UnitLost(job.transfer_id, job.epoch, reason))
+            return
         if job.ready is not None:
             job.ready()
         area = job.area
@@ -255,10 +269,19 @@ class Lane:
             source_blocks=list(area.block_ids),
             target_blocks=list(job.target_blocks),
         )
-        if self._wire is None or channel.kind not in STAGED:
+        if wire is None:
             channel.write(unit)
         else:
-            self._wire.write(channel, unit, job.codecs, is_last=not self._jobs)
+            wire.write(channel, unit, job.codecs, is_last=not self._jobs, rest=rest)
+
+    def _rest(self, job: Job) -> Rest:
+        cell_bytes = self._region.layout.block_bytes
+        return Rest(
+            num_bytes=(job.num_cells - job.cells_before) * cell_bytes,
+            sent_bytes=job.cells_before * cell_bytes,
+            num_tokens=job.num_tokens,
+            deadline=job.deadline,
+        )
 
     def _wants_digest(self) -> bool:
         self._num_units += 1

@@ -115,6 +115,11 @@ class Node:
             if plan.is_last:
                 self._halves.send(Computed(transfer_id=plan.transfer_id, wall=now))
 
+    def stepped(self, num_tokens: int, elapsed_s: float) -> None:
+        """A step of so many tokens has been computed in this time (hosts only)."""
+        if self.wire is not None:
+            self.wire.staging.steps.note(num_tokens, elapsed_s)
+
     def save(self, plans: tuple[SavePlan, ...], ready: Ready = None) -> None:
         """The step with these plans has run, or will have when `ready` returns."""
         if self.store is not None:

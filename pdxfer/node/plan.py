@@ -26,6 +26,8 @@ class SendPlan:
     """Identity of the prompt; must equal the Grant's."""
     tenant: str = ""
     """Whose prompt it is: decides which codecs the wire may use."""
+    deadline: float = float("inf")
+    """When decode computes it itself, by this host's monotonic clock."""
 
     @property
     def is_last(self) -> bool:

@@ -182,6 +182,7 @@ class Sender:
             transfer = self._transfers.setdefault(plan.transfer_id, Outgoing(plan.transfer_id))
             transfer.total_blocks, transfer.num_tokens = plan.total_blocks, plan.num_tokens
             transfer.token_digest, transfer.codecs = plan.token_digest, self._codecs_of(plan.tenant)
+            transfer.deadline = plan.deadline
             if transfer.grant is not None and not self._same_prompt(transfer):
                 continue
             if plan.num_ready:
@@ -253,8 +254,13 @@ class Sender:
                     target_blocks=targets,
                     ready=ready,
                     codecs=transfer.codecs,
+                    cells_before=transfer.num_cells_queued,
+                    num_cells=transfer.num_cells * self._num_layers,
+                    num_tokens=transfer.num_tokens * transfer.num_cells // max(1, transfer.total_blocks),
+                    deadline=transfer.deadline,
                 )
             )
+            transfer.num_cells_queued += len(piece.block_ids) * piece.num_layers
 
     def _lane(self, engine_id: str) -> Lane:
         if engine_id not in self._lanes:

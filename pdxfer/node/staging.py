@@ -21,6 +21,7 @@ from pdxfer.core.clock import Clock
 from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
+from pdxfer.node.recompute import StepRate
 from pdxfer.node.staging_ring import Key, StagingRing
 from pdxfer.node.wire_frames import WireFrames
 from pdxfer.node.wire_settings import WireSettings
@@ -73,6 +74,8 @@ class Staging:
         ]
         self._last_decoded = ("", 0.0)
         """Codec, and raw bytes a second with decoding and scattering, of the newest frame: senders choose by it."""
+        self.steps = StepRate()
+        """How fast this engine computes, for senders to weigh against their link."""
         self.num_frames = 0
         """Units that were decoded into their blocks."""
         self.num_bad = 0
@@ -145,6 +148,7 @@ class Staging:
             codec=codec,
             decode_bytes_per_s=rate,
             codecs=self._frames.taken,
+            tokens_per_s=self.steps.tokens_per_s,
         )
 
     # ---- the workers ------------------------------------------------------------------------------------------------

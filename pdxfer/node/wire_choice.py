@@ -2,7 +2,8 @@
 
 A unit costs `encode + send + decode` when nothing waits behind it; when more follow the stages overlap, but for a part
 SHARED, since they compete for the same cores. Raw costs the sending alone. A codec must win by MARGIN: a tie goes to
-the bytes as they are, and on a link faster than the codecs everything does.
+the bytes as they are, and on a link faster than the codecs everything does. Where raw would miss the deadline any win
+will do.
 """
 
 from collections import deque
@@ -98,11 +99,15 @@ class Chooser:
     def __init__(self, rates: dict[str, Rates], fixed: str = "") -> None:
         """`rates` by codec, shared by all peers of a node and refined by `encoded`."""
         self._rates, self._fixed = rates, fixed
+        self.is_fixed = bool(fixed)
         self._forbidden: set[str] = set()
         self.link = LinkRate()
 
-    def choose(self, allowed: tuple[str, ...], num_bytes: int, credits: int, is_last: bool) -> str:
-        """Codec for a unit of so many bytes: an entry of `allowed`, or RAW."""
+    def choose(
+        self, allowed: tuple[str, ...], num_bytes: int, credits: int, is_last: bool, is_late: bool = False
+    ) -> str:
+        """Codec for a unit of so many bytes: an entry of `allowed`, or RAW. `is_late`: raw, the transfer would miss its
+        deadline, so whatever is faster by anything is taken."""
         if credits <= 0 or num_bytes < MIN_BYTES and not self._fixed:
             return RAW
         allowed = tuple(entry for entry in allowed if split(entry)[0] not in self._forbidden)
@@ -110,18 +115,29 @@ class Chooser:
             return self._fixed if self._fixed in allowed else RAW
         if not self.link.bytes_per_s:
             return RAW
-        best, limit = RAW, MARGIN * num_bytes / self.link.bytes_per_s
+        margin = 1.0 if is_late else MARGIN
+        best, limit = RAW, margin * num_bytes / self.link.bytes_per_s
         for entry in allowed:
             rates = self._rates.get(entry)
             if rates is None:
                 continue
             took = self.seconds(rates, num_bytes, is_last)
             if took < limit:
-                best, limit = entry, MARGIN * took
+                best, limit = entry, margin * took
         for entry in allowed:
             if entry != best and entry in self._rates:
                 self._rates[entry].forget()
         return best
+
+    def raw_seconds(self, num_bytes: int) -> float:
+        """What so many bytes cost as they are; 0: the link's rate is not known yet."""
+        return num_bytes / self.link.bytes_per_s if self.link.bytes_per_s else 0.0
+
+    def least_seconds(self, allowed: tuple[str, ...], num_bytes: int) -> float:
+        """What so many bytes cost in many units by the fastest way; 0: not known."""
+        known = [self._rates[e] for e in allowed if e in self._rates and split(e)[0] not in self._forbidden]
+        raw_s = self.raw_seconds(num_bytes)
+        return min([raw_s, *(self.seconds(rates, num_bytes, is_last=False) for rates in known)]) if raw_s else 0.0
 
     def seconds(self, rates: Rates, num_bytes: int, is_last: bool) -> float:
         """What a unit costs with a codec."""

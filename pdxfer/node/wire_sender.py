@@ -16,6 +16,7 @@ from pdxfer.core.clock import Clock
 from pdxfer.core.errors import PdxferError
 from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
+from pdxfer.node.recompute import CHEAPER, Recompute, Rest
 from pdxfer.node.staging_ring import Key
 from pdxfer.node.wire_choice import RAW, Chooser
 from pdxfer.node.wire_frames import WireFrames
@@ -65,6 +66,7 @@ class WireSender:
         self._engine_id = engine_id
         self._frames, self._chooser, self._region, self._clock = frames, chooser, region, clock
         self.counts = counts
+        self._recompute = Recompute()
         self._credits: OrderedDict[Key, _Credits] = OrderedDict()
         self._taken: frozenset[str] = frozenset()
         """Codecs that the peer decodes, as it has said with its credits."""
@@ -86,6 +88,7 @@ class WireSender:
         held = self._credits.setdefault(key, _Credits(0, credit.slot_bytes))
         held.num_slots += credit.num_slots
         self._taken = frozenset(credit.codecs)
+        self._recompute.tokens_per_s = credit.tokens_per_s
         self._chooser.decoded(credit.codec, credit.decode_bytes_per_s)
         while len(self._credits) > MAX_TRANSFERS:
             self._credits.popitem(last=False)
@@ -100,9 +103,28 @@ class WireSender:
         """A transfer is over."""
         self._credits.pop(key, None)
 
-    def write(self, channel: Channel, unit: OutgoingUnit, allowed: tuple[str, ...], is_last: bool) -> None:
+    def gives_up(self, rest: Rest, allowed: tuple[str, ...]) -> str:
+        """Why a transfer should end here because decode computes it sooner; empty: go on. Only where we may choose."""
+        if not allowed or self._chooser.is_fixed:
+            return ""
+        send_s = self._chooser.least_seconds(self._accepted(allowed), rest.num_bytes)
+        if not self._recompute.is_cheaper(rest, send_s, self._clock.now()):
+            return ""
+        return (
+            f"{CHEAPER}: {rest.num_bytes >> 20} MiB take {send_s:.1f} s, {rest.num_tokens} tokens at "
+            f"{self._recompute.tokens_per_s:.0f} a second less than half"
+        )
+
+    def write(
+        self,
+        channel: Channel,
+        unit: OutgoingUnit,
+        allowed: tuple[str, ...],
+        is_last: bool,
+        rest: Rest | None = None,
+    ) -> None:
         """Send a unit one way or the other, and learn how fast the link is. Raises as Channel.write."""
-        link, staged = self._chooser.link, self.staged(unit, allowed, is_last)
+        link, staged = self._chooser.link, self.staged(unit, allowed, is_last, rest)
         pending = channel.pending() if isinstance(channel, MeasuredChannel) else None
         if pending is not None:
             link.begin(self._clock.now(), *pending)
@@ -111,13 +133,17 @@ class WireSender:
         if pending is not None:
             link.end(self._clock.now(), *pending)
 
-    def staged(self, unit: OutgoingUnit, allowed: tuple[str, ...], is_last: bool) -> OutgoingUnit:
-        """The unit as a frame where that is faster, else as it is. `is_last`: nothing waits behind it."""
+    def staged(
+        self, unit: OutgoingUnit, allowed: tuple[str, ...], is_last: bool, rest: Rest | None = None
+    ) -> OutgoingUnit:
+        """The unit as a frame where that is faster, else as it is. `is_last`: nothing waits behind it. `rest`: of its
+        transfer; None: it has no deadline."""
         header = unit.header
         held = self._credits.get((header.transfer_id, header.epoch))
         credits = held.num_slots if held is not None else 0
         taken = self._accepted(allowed) if credits else ()
-        choice = self._chooser.choose(taken, header.num_bytes, credits, is_last) if taken else RAW
+        is_late = rest is not None and self._chooser.raw_seconds(rest.num_bytes) > rest.deadline - self._clock.now()
+        choice = self._chooser.choose(taken, header.num_bytes, credits, is_last, is_late) if taken else RAW
         framed = self._framed(unit, choice) if choice != RAW else None
         if framed is None or held is None or framed.header.frame_bytes > held.slot_bytes:
             self.counts.raw_units += bool(allowed)

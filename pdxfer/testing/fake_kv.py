@@ -7,11 +7,13 @@ threads, which move the bytes.
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from blake3 import blake3
 
 from pdxfer.codec.values import from_float, to_float
+from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.kv.layout import KvLayout
 from pdxfer.kv.runs import block_runs
 from pdxfer.memory.region import Region
@@ -128,6 +130,8 @@ class Compute:
     def __init__(self, cache: FakeCache, tokens_per_s: float) -> None:
         self.cache = cache
         self.store: FakeStore | None = None
+        self.stepped: Callable[[int, float], None] | None = None
+        """Is told how many tokens were computed in which time (Node.stepped)."""
         self._tokens_per_s = tokens_per_s
 
     async def blocks(self, block_ids: list[int], token_ids: list[int], first_block: int) -> None:
@@ -140,8 +144,11 @@ class Compute:
             raise KvError(f"block {first_block + wrong} came from the store and does not hold this prompt's KV")
         rest, first_rest = block_ids[num_loaded:], first_block + num_loaded
         if rest:
+            began, num_tokens = SYSTEM_CLOCK.now(), len(rest) * self.cache.layout.block_size
             self.cache.write(rest, token_ids, first_rest)
-            await asyncio.sleep(len(rest) * self.cache.layout.block_size / self._tokens_per_s)
+            await asyncio.sleep(num_tokens / self._tokens_per_s)
+            if self.stepped:
+                self.stepped(num_tokens, SYSTEM_CLOCK.now() - began)
             if self.store:
                 self.store.save(rest, token_ids, first_rest)
 

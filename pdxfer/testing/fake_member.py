@@ -37,6 +37,7 @@ class FakeMember:
         self._cleanups: set[asyncio.Task[None]] = set()
         self._link = FakeLink(settings, cache, self._on_message, self._on_fact)
         self._node = make_node()
+        self._compute.stepped = self._node.stepped
         if self._node.store is not None:
             self._compute.store = FakeStore(self._node.store.thread, cache.region, settings.chunk_tokens)
         self._sends = FakeSends(

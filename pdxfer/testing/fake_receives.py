@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from pdxfer.connector.transfer import ROUTER_LOST_S, Receive, ReceiveState
 from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.node.recompute import CHEAPER
 from pdxfer.testing.fake_api import Transfer
 from pdxfer.testing.fake_compute import KvError
 from pdxfer.testing.fake_kv import Compute, digest
@@ -139,6 +140,8 @@ class FakeReceives:
         now = SYSTEM_CLOCK.now()
         left_s = receive.deadline - now
         if not receive.is_resumable or receive.epoch > MAX_RESUMES or left_s <= 0 or not self._link.is_connected:
+            return False
+        if CHEAPER in receive.reason:
             return False
         self._cancel(receive, receive.reason)
         receive.resume(now + RESUME_SHARE * left_s)

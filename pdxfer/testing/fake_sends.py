@@ -89,6 +89,7 @@ class FakeSends:
                 num_tokens=send.num_tokens,
                 token_digest=send.token_digest,
                 tenant=send.tenant,
+                deadline=send.deadline,
             )
             self._node().begin_step((plan,))
             self._node().layers_done(0, self._compute.cache.layout.num_layers)

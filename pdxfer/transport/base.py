@@ -113,6 +113,8 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
     """...and how fast it went here, in raw bytes; 0: nothing was."""
     codecs: Annotated[list[Id], msgspec.Meta(max_length=64)] = []
     """All that are decoded here; frames of another one would be refused."""
+    tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How fast prompts are computed here; 0: not known."""
 
 
 Control = Abort | Drained | UnitFailed | Credit

@@ -7,6 +7,7 @@ and received into the caller's memory; nothing is copied in user space.
     preamble  4s magic "PDXD", u16 version            head  u8 type, 3 zero bytes, u32 meta bytes, u64 payload bytes
 
 2026-11-29: version 1, first release. Version 2: units may be codec frames, and receivers send credits for them.
+2026-11-30: version 3. Credits name the codecs that are decoded there, and how fast prompts are computed there.
 """
 
 import enum
@@ -22,7 +23,7 @@ from pdxfer.core.errors import ChannelError, ProtocolError
 from pdxfer.transport.vectors import IOV_MAX, Iovecs, receive, send, skip
 
 MAGIC = b"PDXD"
-VERSION = 2
+VERSION = 3
 PREAMBLE = struct.Struct("<4sH")
 HEAD = struct.Struct("<B3xIQ")
 MAX_META_BYTES = 1 << 20
