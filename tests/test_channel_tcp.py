@@ -40,7 +40,7 @@ class TestTcpChannel(ChannelSuite):
             answer = b""
             while part := stranger.recv(4096):
                 answer += part
-        assert b"version 9" in answer and b"speaks 2" in answer
+        assert b"version 9" in answer and b"speaks 3" in answer
 
     def test_an_announced_length_beyond_the_bound_allocates_nothing(self) -> None:
         with pytest.raises(ProtocolError, match="announces"):
