@@ -28,6 +28,7 @@ from pdxfer.store.shared_wire import (
     Held,
     Question,
     Refused,
+    Request,
     Welcome,
     decode_from_server,
     frame_bytes,
@@ -52,6 +53,7 @@ class SharedLink(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
+        self._unsent: list[bytes] = []
         self.ended = asyncio.Event()
         """Set when the connection is over."""
 
@@ -79,7 +81,7 @@ class SharedLink(asyncio.Protocol):
         answer: asyncio.Future[Answer | None] = self._loop.create_future()
         self._calls[number] = answer
         timer = self._loop.call_later(timeout_s, _give_up, answer)
-        self._transport.write(pack(structs.replace(request, id=number)))
+        self._send(structs.replace(request, id=number))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -108,6 +110,7 @@ class SharedLink(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the connection; what is still held comes back on the other side. Idempotent."""
+        self._flush()
         if self._transport is not None:
             self._transport.close()
             await self.ended.wait()
@@ -134,8 +137,18 @@ class SharedLink(asyncio.Protocol):
         self.ended.set()
 
     def _send_drop(self, handle: int) -> None:
-        if self._transport is not None:
-            self._transport.write(pack(Drop(handle)))
+        self._send(Drop(handle))
+
+    def _send(self, request: Request) -> None:
+        """At the end of this turn of the loop, in one system call with what else it sends: a call costs 30 us."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(pack(request))
+
+    def _flush(self) -> None:
+        frames, self._unsent = self._unsent, []
+        if frames and self._transport is not None:
+            self._transport.write(b"".join(frames))
 
     def _take(self, message: object) -> None:
         if isinstance(message, Evicted):

@@ -63,7 +63,7 @@ class TierSlot:
         """Memory of this process: calls end by themselves, mostly at once."""
         self.shared = self.in_memory and not self.direct
         """Other processes write here, too: what they add is learnt by listing."""
-        self._punctual = isinstance(tier, SharedDramTier)
+        self._shared_dram = tier if isinstance(tier, SharedDramTier) else None
         """Its calls end by themselves, at their deadline."""
         self._notices = tier if isinstance(tier, EvictionNotices) else None
         self._clock = clock
@@ -221,7 +221,7 @@ class TierSlot:
             return None
         if self.direct:
             return await self._trusted(work, until)
-        if self._punctual:
+        if self._shared_dram is not None:
             return self._judged(await self._trusted(work, until), breaker)
         task = asyncio.ensure_future(work(until))
         try:
@@ -258,11 +258,14 @@ class TierSlot:
 
     def _judged(self, result: T | None, breaker: Breaker) -> T | None:
         """The result, after the breaker has heard of it."""
-        if result is Outcome.FAILED or not self.tier.stats().reachable:
+        if result is Outcome.FAILED or not self._reachable():
             self._failed(breaker, "its server or medium does not answer")
         else:
             breaker.succeeded()
         return result
+
+    def _reachable(self) -> bool:
+        return self._shared_dram.reachable if self._shared_dram is not None else self.tier.stats().reachable
 
     def _failed(self, breaker: Breaker, why: str) -> None:
         before = breaker.state
