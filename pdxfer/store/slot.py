@@ -219,10 +219,8 @@ class TierSlot:
         budget = until - self._clock.now()
         if budget <= 0:
             return None
-        if self.direct:
-            return await self._trusted(work, until)
-        if self._shared_dram is not None:
-            return self._judged(await self._trusted(work, until), breaker)
+        if self.direct or self._shared_dram is not None:
+            return await self._trusted(work, breaker, until)
         task = asyncio.ensure_future(work(until))
         try:
             await asyncio.wait((task,), timeout=budget + GRACE_S)
@@ -237,14 +235,17 @@ class TierSlot:
             return None
         return self._result(task, breaker)
 
-    async def _trusted(self, work: Callable[[float], Awaitable[T]], until: float) -> T | None:
+    async def _trusted(self, work: Callable[[float], Awaitable[T]], breaker: Breaker, until: float) -> T | None:
         """The call without a task and a timer around it (100 us): memory does not hang, a link has its own timer."""
         try:
-            return await work(until)
+            result = await work(until)
         except Exception as error:  # a bug of ours must not end a request
             self.counts["raised"] += 1
             log.exception("store: tier %s raised %r; treated as a miss", self.name, error)
+            if not self.direct:
+                self._failed(breaker, "it raised")
             return None
+        return result if self.direct else self._judged(result, breaker)
 
     def _result(self, task: "asyncio.Future[T]", breaker: Breaker) -> T | None:
         error = None if task.cancelled() else task.exception()
