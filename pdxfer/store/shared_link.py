@@ -16,6 +16,7 @@ import msgspec
 from msgspec import structs
 
 from pdxfer.core.errors import ConfigError, ProtocolError, UnreachableError
+from pdxfer.memory.pinning import pin
 from pdxfer.memory.segment import Segment
 from pdxfer.store.shared_wire import (
     MAX_FRAME_BYTES,
@@ -45,6 +46,7 @@ class SharedLink(asyncio.Protocol):
 
     def __init__(self, segment: Segment, evicted: Callable[[Evicted], None]) -> None:
         self.segment = segment
+        self._pinning: asyncio.Future[bool] | None = None
         self.figures = Figures(0, segment.num_bytes, 0, 0, 0)
         """Of the tier, at its last answer."""
         self._evicted = evicted
@@ -70,7 +72,8 @@ class SharedLink(asyncio.Protocol):
         """Connect and map. UnreachableError: nobody serves the path now. ConfigError: we may not, or other version."""
         connection, segment = await asyncio.to_thread(_attach, path)
         link = cls(segment, evicted)
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
+        await link._loop.create_unix_connection(lambda: link, sock=connection)
+        link._pinning = link._loop.run_in_executor(None, pin, segment)
         return link
 
     async def call(self, request: Question, timeout_s: float) -> Answer | None:
@@ -114,6 +117,8 @@ class SharedLink(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
             await self.ended.wait()
+        if self._pinning is not None:
+            await asyncio.wait((self._pinning,))
         self.segment.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
