@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ import aiohttp
 import pytest
 
 from pdxfer.bench import chaos
-from pdxfer.bench.chaos_faults import Fault, Happened, Kind, kinds_of, plan_faults
+from pdxfer.bench.chaos_faults import Fault, Happened, Kind, kinds_of, may_meet, plan_faults
 from pdxfer.bench.chaos_judge import Judge, Reference, Verdict
 from pdxfer.bench.chaos_link import check_passed
 from pdxfer.bench.chaos_load import Got, Question, ask, questions
 from pdxfer.bench.chaos_plan import SERVED_NAME, Plan
 from pdxfer.bench.chaos_rows import rows, summary
+from pdxfer.bench.chaos_watch import Sum
 from pdxfer.bench.ttft_errors import BenchError
 from pdxfer.bench.ttft_link import LinkPlan, require_namespaces
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
@@ -66,6 +68,35 @@ def test_faults_that_end_no_engine_may_come_more_often() -> None:
     plan = list(plan_faults(["router", "p0"], 14, 7, num_light=3))
     counts = Counter((f.kind, f.target) for f in plan)
     assert counts.pop((Kind.kill, "p0")) == counts.pop((Kind.restart, "p0")) == 1 and set(counts.values()) == {3}
+
+
+def test_faults_that_end_an_engine_are_spread_over_the_run() -> None:
+    """So that each has time to start again; the first comes first."""
+    plan = list(plan_faults(["router", "proxy", "p0", "d0"], 40, 7, num_light=2, only=("kill", "SIGSTOP", "SIGTERM r")))
+    at = [n for n, fault in enumerate(plan) if fault.ends_engine]
+    assert at[0] == 0 and all(6 <= b - a <= 9 for a, b in zip(at, at[1:], strict=False)) and len(at) >= 4
+
+
+def test_what_may_come_while_an_engine_starts_again() -> None:
+    """Others of its role can serve, and no decode engine is lost beside a decode engine."""
+
+    def met(down: str, *engines: str) -> set[str]:
+        targets = ["router", "proxy", "store", "disk", "link", *engines]
+        return {str(f) for f in plan_faults(targets, 80, 1) if may_meet(f, down, engines)}
+
+    assert met("p0", "p0", "d0", "d1") == met("d0", "p0", "p1", "d0") == set()
+    engines = ("p0", "p1", "d0", "d1")
+    assert met("p0", *engines) > {"SIGSTOP p1", "SIGSTOP d0", "cut link", "kill -9 router", "full disk"}
+    assert {"SIGSTOP p1", "kill -9 store"} < met("d1", *engines)
+    assert not {"SIGSTOP d0", "cut link", "throttled link", "SIGSTOP d1", "kill -9 p0"} & met("d1", *engines)
+    assert not {"SIGSTOP p0", "kill -9 p1", "SIGTERM d0"} & met("p0", *engines)
+
+
+def test_a_counter_whose_process_began_again_is_added_to_what_it_was() -> None:
+    found, sample = Sum(), re.compile(r"^n(\{.*\}) (\S+)", re.MULTILINE)
+    for text in ('n{a="1"} 2.0\nn{a="2"} 1.0\n', 'n{a="2"} 3.0\n', 'n{a="1"} 1.0\nn{a="2"} 3.0\n'):
+        found.see(sample, text)
+    assert found.total == 2 + 3 + 1
 
 
 def test_only_the_faults_asked_for() -> None:
@@ -204,7 +235,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], *args: str) -> Non
     captured = capsys.readouterr()
     assert code == 0, captured.err
     printed = json.loads(captured.out)
-    assert list(printed["summary"]) == [*SUMMARY, "replayed"] and printed == json.loads(
+    assert list(printed["summary"]) == [*SUMMARY, "replayed", "resumed"] and printed == json.loads(
         (tmp_path / "chaos.json").read_text()
     )
     assert printed["summary"]["wrong"] == printed["summary"]["hung"] == printed["summary"]["failed_unexplained"] == 0
@@ -235,5 +266,10 @@ def test_forty_faults_on_fake_engines(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.full
 @pytest.mark.vllm
 def test_forty_faults_and_300_requests_on_real_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The promise: 0 wrong, 0 hung, 0 failed but those whose only decode engine was down."""
-    check(tmp_path, capsys, "--engine", "vllm", "--faults", "40", "--requests", "300")
+    """The promise: 0 wrong, 0 hung, 0 failed but those whose only decode engine was down. Every engine is killed."""
+    args = ("--engine", "vllm", "--prefill", "2", "--decode", "2", "--faults", "40", "--requests", "300")
+    sets = ("--rate", "0.7", "--aborted", "0.1", "--set", "engine.kv_cache_gib=0.5")
+    only = [
+        word for name in ("kill -9", "SIGSTOP", "router", "proxy", "store", "link", "disk") for word in ("--only", name)
+    ]
+    check(tmp_path, capsys, *args, *sets, *only, *(("--link", "--store") if can_make_namespaces() else ()))

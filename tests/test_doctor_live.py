@@ -117,5 +117,6 @@ async def test_after_requests_and_aborts_on_fakes_everything_is_back() -> None:
         board.start()
         stack.callback(board.close)
         client = _InProcess(rig.router, board)
+        await asyncio.to_thread(wait_until, lambda: not any(node.num_running for node in client.nodes()))
         report = await asyncio.to_thread(examine, client, 10.0)  # type: ignore[arg-type]
         assert report.clean and report.at_rest and report.num_engines == 2, report

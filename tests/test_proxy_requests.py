@@ -12,7 +12,7 @@ from proxy_rig import MODEL, rig
 from pdxfer.core.errors import ConfigError
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.testing.fake_model import next_words, tokenize
-from pdxfer.wire.messages import Busy, Release
+from pdxfer.wire.messages import Busy, EngineRef, Local, Release
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 20
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 5}
@@ -228,6 +228,19 @@ async def test_without_a_router_the_last_decode_engine_serves_alone() -> None:
         assert status == 200 and "reason=router_unreachable" in headers["x-pdxfer-timeline"]
         assert (await r.post("/v1/completions", COMPLETION | {"n": 2}))[0] == 200
         assert r.count("fallbacks_total", reason="router_unreachable") == 2
+
+
+async def test_without_a_router_a_dead_decode_engine_is_passed_over() -> None:
+    """By one of which it is not known yet what it serves, too."""
+    async with rig() as r:
+        await r.post("/v1/completions", COMPLETION)
+        other = EngineRef(engine_id="d1", url=r.prefill.url)
+        r.pairer.answers.append(lambda ask: Local(request_id=ask.request_id, decode=other, reason="no prefill"))
+        await r.post("/v1/completions", COMPLETION)
+        r.pairer.is_unreachable = True
+        await r.decode.stop()
+        for _ in range(3):
+            assert (await r.post("/v1/completions", COMPLETION))[0] == 200
 
 
 async def test_without_a_router_and_engines_it_is_503() -> None:

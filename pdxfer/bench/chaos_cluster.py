@@ -97,10 +97,25 @@ class Cluster:
         known = [int(n["incarnation"]) for n in await self._nodes(session) if n["engine_id"] == name]
         return Life(name=name, pid=pid, incarnation=known[0] if known else 0)
 
-    async def until_whole(self, session: aiohttp.ClientSession, timeout_s: float, gone: Life | None = None) -> None:
-        """Wait until all engines have joined and the proxy is ready, with a new process in the place of `gone`.
-        Raises BenchError."""
-        await self._until(lambda: self._problem(session, gone), timeout_s, "the cluster is not whole")
+    async def until_whole(
+        self, session: aiohttp.ClientSession, timeout_s: float, gone: Life | None = None, without: str = ""
+    ) -> None:
+        """Wait until all engines (but one that is `without`) have joined and the proxy is ready, with a new process in
+        the place of `gone`. Raises BenchError."""
+        await self._until(lambda: self._problem(session, gone, without), timeout_s, "the cluster is not whole")
+
+    async def until_back(self, session: aiohttp.ClientSession, timeout_s: float, gone: Life) -> None:
+        """Wait until this engine has joined again with a new process. Raises BenchError."""
+
+        async def problem() -> str:
+            return await self._engine_problem(session, await self._nodes_by_id(session), gone.name, gone)
+
+        await self._until(problem, timeout_s, f"{gone.name} is not back")
+
+    async def until_busy(self, session: aiohttp.ClientSession, engine_id: str) -> None:
+        """Wait until this engine computes something; the caller bounds it."""
+        while not (await self._nodes_by_id(session)).get(engine_id, {}).get("num_running"):
+            await asyncio.sleep(_POLL_S)
 
     async def until_idle(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
         """Wait until nothing is promised, held or wrong anywhere. Raises BenchError with what is left."""
@@ -128,22 +143,31 @@ class Cluster:
                 raise BenchError(f"{what} after {timeout_s:g} s: {reason} (log: {self.log}):\n{self.tail()}")
             await asyncio.sleep(_POLL_S)
 
-    async def _problem(self, session: aiohttp.ClientSession, gone: Life | None) -> str:
+    async def _problem(self, session: aiohttp.ClientSession, gone: Life | None, without: str) -> str:
         """Why the cluster is not whole; empty if it is."""
-        if gone is not None and self._pid(gone.name) in (0, gone.pid):
+        if gone is not None and gone.name not in self.plan.engines and self._pid(gone.name) in (0, gone.pid):
             return f"{gone.name} has not been started again"
-        nodes = {node["engine_id"]: node for node in await self._nodes(session)}
+        nodes = await self._nodes_by_id(session)
         for name in self.plan.engines:
-            node = nodes.get(name)
-            if node is None:
-                return f"{name} has not joined"
-            if gone is not None and (name, int(node["incarnation"])) == (gone.name, gone.incarnation):
-                return f"{name} has not joined again"
-            if node["state"] != "ready" or node["silent_s"] > _FRESH_S:
-                return f"{name} is {node['state']}, silent for {node['silent_s']:.1f} s"
-            if await _status(session, self.url(name) + "/health") != 200:
-                return f"{name}: /health does not answer 200"
+            if name != without and (problem := await self._engine_problem(session, nodes, name, gone)):
+                return problem
         return "" if await _status(session, self.proxy + "/ready") == 200 else "the proxy is not ready"
+
+    async def _engine_problem(
+        self, session: aiohttp.ClientSession, nodes: dict[str, dict[str, Any]], name: str, gone: Life | None
+    ) -> str:
+        """Why this engine is not there; empty if it is. As `gone` it must have a new process and a new life."""
+        is_new = gone is not None and gone.name == name
+        if gone is not None and is_new and self._pid(name) in (0, gone.pid):
+            return f"{name} has not been started again"
+        node = nodes.get(name)
+        if node is None:
+            return f"{name} has not joined"
+        if gone is not None and is_new and int(node["incarnation"]) == gone.incarnation:
+            return f"{name} has not joined again"
+        if node["state"] != "ready" or node["silent_s"] > _FRESH_S:
+            return f"{name} is {node['state']}, silent for {node['silent_s']:.1f} s"
+        return "" if await _status(session, self.url(name) + "/health") == 200 else f"{name}: /health is not 200"
 
     async def _left(self, session: aiohttp.ClientSession) -> str:
         for node in await self._nodes(session):
@@ -172,6 +196,9 @@ class Cluster:
             if words in zip(line, line[1:], strict=False):
                 return child.pid
         return 0
+
+    async def _nodes_by_id(self, session: aiohttp.ClientSession) -> dict[str, dict[str, Any]]:
+        return {node["engine_id"]: node for node in await self._nodes(session)}
 
     async def _nodes(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         return list((await _json(session, self.controller + "/v1/nodes"))["nodes"])

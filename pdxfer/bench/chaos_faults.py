@@ -97,26 +97,47 @@ class Happened:
         return began <= self.whole and self.began <= ended
 
 
+def may_meet(fault: Fault, down: str, engines: Sequence[str]) -> bool:
+    """Whether this may come while the engine `down` starts again: one engine at a time, others of its role can serve
+    meanwhile, and nothing takes the last decode engine."""
+    if fault.ends_engine or fault.target == down or not any(e[0] == down[0] and e != down for e in engines):
+        return False
+    return down[0] == "p" or not (fault.target == LINK or role_of(fault.target) == role_of(down))
+
+
 def plan_faults(
     targets: Sequence[str], count: int, seed: int, num_light: int = 1, only: Sequence[str] = ()
 ) -> Iterator[Fault]:
     """`count` faults. Every kind meets every target before any pair comes again; those that end no engine come
-    `num_light` times meanwhile. `only`: nothing but faults that have one of these texts in their name. Nothing at all
-    if none has."""
+    `num_light` times meanwhile, if more than once then evenly between those that do. `only`: nothing but faults that
+    have one of these texts in their name. Nothing at all if none has."""
     source = random.Random(seed)
     deck: list[tuple[Kind, str]] = []
     for _ in range(count):
         if not deck:
             deck = [(kind, target) for target in targets for kind in kinds_of(target)]
             deck = [pair for pair in deck if not only or any(text in " ".join(pair) for text in only)]
-            light = [(k, t) for k, t in deck if not Fault(kind=k, target=t, gap_s=0).ends_engine]
-            deck += light * (num_light - 1)
+            deck += [pair for pair in deck if not _ends_engine(pair)] * (num_light - 1)
             source.shuffle(deck)
+            if num_light > 1:
+                deck = _spread([p for p in deck if _ends_engine(p)], [p for p in deck if not _ends_engine(p)])
             if not deck:
                 return
         kind, target = deck.pop()
         pause_s = 0.0 if kind in (Kind.kill, Kind.restart) else source.uniform(*PAUSE_S)
         yield Fault(kind=kind, target=target, gap_s=source.uniform(*GAP_S), pause_s=pause_s)
+
+
+def _ends_engine(pair: tuple[Kind, str]) -> bool:
+    return Fault(kind=pair[0], target=pair[1], gap_s=0).ends_engine
+
+
+def _spread(few: list[tuple[Kind, str]], many: list[tuple[Kind, str]]) -> list[tuple[Kind, str]]:
+    """Both, an equal part of the many before each of the few; the last of the few is the very last."""
+    found: list[tuple[Kind, str]] = []
+    for number, pair in enumerate(few):
+        found += [*many[number * len(many) // len(few) : (number + 1) * len(many) // len(few)], pair]
+    return found or many
 
 
 async def inject(fault: Fault, pid: int) -> None:

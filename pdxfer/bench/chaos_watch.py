@@ -1,5 +1,5 @@
-"""What a chaos run asks the proxy beside its answers: how many streams it continued elsewhere, and what a transfer
-moved, which is compared with the bytes that crossed the link."""
+"""What a chaos run asks beside its answers: how many streams the proxy continued elsewhere, how many transfers another
+prefill took over, and what a transfer moved, which is compared with the bytes that crossed the link."""
 
 import asyncio
 import re
@@ -11,37 +11,52 @@ import aiohttp
 from pdxfer.bench.chaos_cluster import Cluster
 from pdxfer.bench.chaos_link import FaultyLink
 from pdxfer.bench.chaos_load import Question
+from pdxfer.bench.report import Value
 from pdxfer.bench.ttft_errors import BenchError
 from pdxfer.bench.ttft_link import require_crossed
 
-_REPLAYS = re.compile(rb"^pdxfer_proxy_replays_total (\S+)", re.MULTILINE)
+_REPLAYS = re.compile(r"^pdxfer_proxy_replays_total() (\S+)", re.MULTILINE)
+_RESUMED = re.compile(r"^pdxfer_node_resumed_transfers_total(\{.*\}) (\S+)", re.MULTILINE)
 _PROBE_S = 20.0
 _TIMELINE_S = 10.0
 _POLL_S = 0.05
 
 
+class Sum:
+    """Of a counter with one label at most, whose processes may begin again from zero."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._last: dict[str, int] = {}
+
+    def see(self, sample: re.Pattern[str], text: str) -> None:
+        """Add what a scrape shows since the last one."""
+        for label, shown in sample.findall(text):
+            value, last = int(float(shown)), self._last.get(label, 0)
+            self.total += value - last if value >= last else value
+            self._last[label] = value
+
+
 class Watch:
-    """Questions to the proxy of one cluster."""
+    """Questions to one cluster."""
 
     def __init__(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
         self._cluster, self._session = cluster, session
-        self._replays = [0]
-        """Of each proxy process so far; the last one still counts."""
+        self._replayed, self._resumed = Sum(), Sum()
 
     @property
-    def num_replays(self) -> int:
-        """Streams continued by another engine, by the last look at each proxy process."""
-        return sum(self._replays)
+    def counts(self) -> dict[str, Value]:
+        """Streams that another decode engine continued, transfers that another prefill engine took over."""
+        return {"replayed": self._replayed.total, "resumed": self._resumed.total}
 
     async def look(self) -> None:
-        """Read the counter. What a proxy counted after the last look before it was killed is lost."""
-        async with asyncio.timeout(_PROBE_S), self._session.get(f"{self._cluster.proxy}/metrics") as response:
-            found = _REPLAYS.search(await response.read())
-        self._replays[-1] = int(float(found[1])) if found else 0
+        """Read the counters. What a process counted after the last look before it was killed is lost."""
+        self._replayed.see(_REPLAYS, await self._metrics(self._cluster.proxy))
+        self._resumed.see(_RESUMED, await self._metrics(self._cluster.controller))
 
-    def proxy_is_new(self) -> None:
-        """It counts from zero."""
-        self._replays.append(0)
+    async def _metrics(self, url: str) -> str:
+        async with asyncio.timeout(_PROBE_S), self._session.get(f"{url}/metrics") as response:
+            return await response.text()
 
     async def crossed(self, link: FaultyLink, questions: Sequence[Question], deadline_s: float) -> int:
         """Send one request after another until one has its engines on both sides; the bytes that it put on the link.

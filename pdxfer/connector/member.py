@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
+from pdxfer.connector.presence import Presence
 from pdxfer.connector.settings import ConnectorSettings
 from pdxfer.core.clock import Clock
 from pdxfer.core.errors import ConfigError
@@ -54,6 +55,7 @@ class Member:
         self.incarnation = new_incarnation()
         self.free_blocks = facts.num_blocks
         """Blocks a new request may take; the hooks keep it current, heartbeats report it."""
+        self.presence = Presence()
         self.totals: Counter[str] = Counter()
         """Everything counted since the start, for heartbeats."""
         self._generations = [0] * facts.world_size
@@ -179,6 +181,8 @@ class Member:
             incarnation=self.incarnation,
             wall=self._clock.wall(),
             free_blocks=self.free_blocks,
+            num_running=self.presence.num_running,
+            num_waiting=self.presence.num_waiting,
             counts=dict(self.totals),
         )
 

@@ -82,6 +82,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """A request has arrived: begin its transfer, if it has one, and look it up in the store."""
         self._drain_inbox()
+        self._member.presence.arrived(request.request_id)
         if self._store is not None:
             self._store.on_new_request(request)
         params = transfer_params(request, self._settings.role)
@@ -118,6 +119,7 @@ class SchedulerHalf:
         if not output.num_scheduled_tokens and self._awaits_news:
             self._await_news()
         self._drain_inbox()
+        self._member.presence.stepped(output.num_scheduled_tokens)
         now = self._clock.now()
         self._receives.check_deadlines(now)
         self._sends.check_deadlines(now)
@@ -139,6 +141,7 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: list[int]) -> None:
         """The request is over: called exactly once, before vLLM frees its blocks."""
         self._drain_inbox()
+        self._member.presence.left(request.request_id)
         chunks = self._store.chunks(request) if self._store is not None else None
         if self._store is not None:
             self._store.request_over(request, block_ids)

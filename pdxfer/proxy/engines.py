@@ -7,7 +7,7 @@ of /v1/models. Event-loop thread only.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pdxfer.core.clock import Clock
 from pdxfer.core.errors import UnreachableError
@@ -66,10 +66,13 @@ class Engines:
         while len(self._seen) > MAX_ENGINES:
             self._forget(next(iter(self._seen)))
 
-    def last_resort(self, model: str) -> EngineRef | None:
-        """The engine used last that serves `model`, as far as known. Each call moves on to another one."""
-        serving = [e for e in self._seen.values() if not model or model in _ids(self._models.get(e.engine_id, []))]
-        engine = next(reversed(serving or list(self._seen.values())), None)
+    def last_resort(self, model: str, avoid: Collection[str] = ()) -> EngineRef | None:
+        """The engine used last that may serve `model` and is not one to `avoid`, if there is one. Each call moves on to
+        another one."""
+        seen = list(self._seen.values())
+        serving = [e for e in seen if not model or model in _ids(self._models.get(e.engine_id, [{"id": model}]))]
+        well = [e for e in serving if e.engine_id not in avoid]
+        engine = next(reversed(well or serving or seen), None)
         if engine is not None:
             self._seen.move_to_end(engine.engine_id, last=False)
         return engine

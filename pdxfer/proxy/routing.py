@@ -68,7 +68,7 @@ class Routing:
         try:
             answer = await self._pairer.pair(request, timeout_s)
         except UnreachableError as error:
-            return self._last_resort(need.model, error)
+            return self._last_resort(need, error)
         if isinstance(answer, Busy):
             raise ApiError(
                 503,
@@ -79,8 +79,8 @@ class Routing:
         self._engines.remember(answer.decode)
         return answer
 
-    def _last_resort(self, model: str, error: UnreachableError) -> Local:
-        engine = self._engines.last_resort(model)
+    def _last_resort(self, need: Need, error: UnreachableError) -> Local:
+        engine = self._engines.last_resort(need.model, need.avoid)
         if engine is None:
             raise ApiError(
                 503, f"the router does not answer and no engine is known: {error}", code="unreachable", retry_after_s=2

@@ -64,6 +64,8 @@ class FakeLink:
         self.incarnation = new_incarnation()
         self.counts: Counter[str] = Counter()
         """Totals for the heartbeats, as a real engine has them (metrics.catalog.NODE_COUNTS)."""
+        self.num_running = 0
+        """Requests in the engine."""
         self.generation = 0
         """Grants taken back so far, for the next Grant."""
         self._fingerprint: dict[str, str] = {}
@@ -189,5 +191,6 @@ class FakeLink:
             incarnation=self.incarnation,
             wall=SYSTEM_CLOCK.wall(),
             free_blocks=self._cache.num_free,
+            num_running=self.num_running,
             counts=dict(self.counts),
         )

@@ -63,6 +63,15 @@ class FakeMember:
 
     @asynccontextmanager
     async def filled(self, job: Job) -> AsyncIterator[None]:
+        self._link.num_running += 1
+        try:
+            async with self._filled(job):
+                yield
+        finally:
+            self._link.num_running -= 1
+
+    @asynccontextmanager
+    async def _filled(self, job: Job) -> AsyncIterator[None]:
         transfer = job.transfer
         if transfer is None or len(job.prompts) != 1:
             for token_ids in job.prompts:
