@@ -93,7 +93,7 @@ def test_golden_bytes_of_preamble_and_unit_frame() -> None:
         out.send_preamble()
         out.send(FrameType.UNIT, b"\x81\xa1a\x01", [memoryview(b"abc"), memoryview(b"de")])
         assert theirs.recv(100).hex() == (
-            "504458440200"  # "PDXD", version 2
+            "504458440300"  # "PDXD", version 3
             "05000000"
             "04000000"
             "0500000000000000"

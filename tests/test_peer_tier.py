@@ -20,6 +20,7 @@ from pdxfer.store.peer import service
 from pdxfer.store.peer.links import Link, Links
 from pdxfer.store.peer.session import PeerSession, Way
 from pdxfer.store.peer.tier import PeerTier
+from pdxfer.store.peer.wire import Told
 from pdxfer.store.tiered import TieredStore
 from pdxfer.testing.fake_clock import FakeClock
 from pdxfer.testing.memory_tier import MemoryTier
@@ -188,6 +189,25 @@ async def test_a_value_evicted_between_lookup_and_get_is_a_counted_miss() -> Non
             assert await tier.lookup([KEY], soon()) == [None]
 
 
+async def test_a_value_that_comes_back_while_a_peer_says_it_is_gone_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer is older than the news, and the peer tells of a value only once."""
+    async with peers() as [peer]:
+        await peer.put(KEY, b"value")
+        async with reading(peer.node) as (tier, [link]):
+            await knows(tier, KEY)
+
+            async def absent_then_news(*_: object, **__: object) -> None:
+                link.index.apply(Batch(seq=1 << 40, tier="dram", added=[KEY], restart=True))
+
+            with monkeypatch.context() as asked:
+                asked.setattr(link.server, "run", absent_then_news)
+                assert await read(tier, KEY) is None
+            assert tier.stats().failures == {"stale": 1}
+            assert await read(tier, KEY) == b"value"
+
+
 class Slow(MemoryTier):
     """Has a value, and does not give it in time."""
 
@@ -245,6 +265,25 @@ async def test_a_connection_that_is_made_while_its_link_closes_is_not_left_behin
         assert not link._thread.is_alive()
     finally:
         ended.set()
+
+
+async def test_a_bug_while_a_batch_is_taken_in_does_not_end_the_following(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged, and begins anew; what the peer holds would else be as of then for ever."""
+    monkeypatch.setattr("pdxfer.store.peer.links.MAX_REST_S", 0.01)
+    apply, left = Link._apply, [True]
+
+    def once_wrong(link: Link, told: Told) -> bool:
+        if left:
+            left.pop()
+            raise ZeroDivisionError
+        return apply(link, told)
+
+    monkeypatch.setattr(Link, "_apply", once_wrong)
+    async with peers() as [peer]:
+        await peer.put(KEY, b"value")
+        async with reading(peer.node) as (tier, _):
+            await knows(tier, KEY)
+            assert not left and await read(tier, KEY) == b"value"
 
 
 async def test_a_batch_that_is_missing_makes_the_listener_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:

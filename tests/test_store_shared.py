@@ -15,6 +15,7 @@ from pdxfer.store.dram import DramTier
 from pdxfer.store.server import StoreServer, shared_segment
 from pdxfer.store.server_session import Session
 from pdxfer.store.shared import SharedDramTier
+from pdxfer.store.shared_link import SharedLink
 from pdxfer.store.shared_wire import Answer
 from pdxfer.store.slot import TierSlot
 from pdxfer.testing.fake_clock import FakeClock
@@ -267,3 +268,37 @@ async def test_in_a_store_its_calls_end_by_themselves(tmp_path: Path, monkeypatc
                 assert slot.readable
                 assert await slot.lookup([key_of("a")], engine.soon) == [None]
             assert not slot.readable
+
+
+async def test_a_call_that_raises_counts_against_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times in a row, and requests do not ask it any more; as with every other tier."""
+
+    async def wrong(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with Host(tmp_path) as host:
+        engine = await host.engine()
+        slot = TierSlot("dram", engine.tier, TierConfig(url=f"shm:{host.path}"), host.clock)
+        async with closing(engine.tier):
+            monkeypatch.setattr(engine.tier, "get", wrong)
+            for _ in range(3):
+                assert slot.readable
+                assert await slot.get(key_of("a"), engine.soon) is None
+            assert not slot.readable and slot.counts["raised"] == 3
+
+
+async def test_what_is_asked_in_one_turn_goes_in_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system call that wakes another process costs more than what it says. The same with the answers."""
+    async with Host(tmp_path) as host:
+        engine = await host.engine()
+        async with closing(engine.tier):
+            received: list[bytes] = []
+            take_in = SharedLink.data_received
+
+            def noted(link: SharedLink, data: bytes) -> None:
+                received.append(data)
+                take_in(link, data)
+
+            monkeypatch.setattr(SharedLink, "data_received", noted)
+            found = await asyncio.gather(*(engine.tier.lookup([key_of(str(i))], engine.soon) for i in range(8)))
+            assert found == [[None]] * 8 and len(received) == 1

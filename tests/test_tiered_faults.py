@@ -132,7 +132,8 @@ FAULTS: dict[str, Callable[[FaultyTier], None]] = {
 )
 async def test_a_tier_that_is_away_costs_its_timeout_a_few_times_and_then_nothing(fault: str) -> None:
     """Serving goes on from the other tiers; the breaker opens; the tier is used again soon after it is back."""
-    settings = [TierConfig(url=f"{k}:", get_timeout_s=0.06, put_timeout_s=0.06) for k in ("dram", "redis", "disk")]
+    away = TierConfig(url="redis:", get_timeout_s=0.06, put_timeout_s=0.06)
+    settings = [TierConfig(url="dram:"), away, TierConfig(url="disk:")]
     async with rig(*settings, kinds=("dram", "redis", "disk")) as r:
         await r.saved("a")
         FAULTS[fault](r.tiers[1])

@@ -19,6 +19,8 @@ MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, KV_CACHE_GIB = 4096, 8, 204
 TIER_GIB = 2
 _READY_S = 300.0
 _NOT_INHERITED = ("PDXFER_*__*", "VLLM_*", "LMCACHE_*", "OMP_*")
+_SILENT = {"DO_NOT_TRACK": "1"}
+"""Neither vLLM nor LMCache reports its use to anybody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def _lmcache_server(place: Place) -> ProcessSpec:
     return ProcessSpec(
         name="lmcache",
         argv=argv,
-        env={"PYTHONUNBUFFERED": "1", "LMCACHE_DISABLE_BANNER": "1"},
+        env={"PYTHONUNBUFFERED": "1", "LMCACHE_DISABLE_BANNER": "1", **_SILENT},
         unset=_NOT_INHERITED,
         ready_url=f"http://127.0.0.1:{place.http_port}/healthcheck",
         ready_timeout_s=_READY_S,
@@ -111,6 +113,7 @@ def _vllm(
             "VLLM_CPU_OMP_THREADS_BIND": "0",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
+            **_SILENT,
         },
         unset=_NOT_INHERITED,
         ready_url=f"http://127.0.0.1:{place.port}/health",

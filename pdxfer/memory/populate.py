@@ -1,4 +1,5 @@
-"""Getting a segment ready for use: on the right NUMA node, never swapped, its pages there before they are needed.
+"""Getting a segment ready for use: on the right NUMA node, never swapped, its pages there before they are needed,
+pinned where a GPU is used.
 
 Populating runs in a thread without the GIL, from low addresses up, as the arena hands them out.
 """
@@ -10,6 +11,7 @@ import platform
 import threading
 
 from pdxfer.core.cpus import unpin_current_thread
+from pdxfer.memory.pinning import pin
 from pdxfer.memory.segment import POPULATE_STEP, Segment
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ def bind_to_node(segment: Segment, node: int) -> bool:
 
 
 class Populating:
-    """The thread that has the kernel back a segment with pages. `stop` before the segment is closed."""
+    """The thread that has the kernel back a segment with pages, then pins them. `stop` before the segment is closed."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -53,7 +55,7 @@ class Populating:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step that runs (milliseconds); idempotent."""
+        """End after the step that runs (milliseconds; pinning, seconds); idempotent."""
         self._stopped.set()
         self._thread.join()
 
@@ -62,4 +64,6 @@ class Populating:
         for first in range(0, self._segment.num_bytes, POPULATE_STEP):
             length = min(POPULATE_STEP, self._segment.num_bytes - first)
             if self._stopped.is_set() or not self._segment.populate(first, length):
-                return
+                break
+        if not self._stopped.is_set():
+            pin(self._segment)

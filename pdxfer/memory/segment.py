@@ -9,6 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from typing import Literal, Self
 
 import numpy as np
@@ -38,6 +39,8 @@ class Segment:
         self.num_bytes = len(mapping)
         self.address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
         self.view = memoryview(mapping)
+        self.before_close: Callable[[], None] = _nothing
+        """Called once, while the memory is still mapped (pinning.py)."""
 
     def __repr__(self) -> str:
         shared = "private" if self.fd is None else f"fd={self.fd}"
@@ -106,6 +109,8 @@ class Segment:
 
     def close(self) -> None:
         """Unmap and close the fd; idempotent. Views that are still held keep the mapping until they go."""
+        before, self.before_close = self.before_close, _nothing
+        before()
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
@@ -118,6 +123,10 @@ class Segment:
     def _madvise(self, advice: int, first: int, num_bytes: int) -> bool:
         at = ctypes.c_void_p(self.address + first)
         return bool(_libc.madvise(at, ctypes.c_size_t(num_bytes), ctypes.c_int(advice)) == 0)
+
+
+def _nothing() -> None:
+    return
 
 
 def private_map(num_bytes: int) -> mmap.mmap:

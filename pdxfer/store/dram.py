@@ -4,7 +4,7 @@ Private to this process (open.py), or run by the store process for all engines o
 mapped for life; `arena.segment` is what a transport registers to move values without a copy.
 
 Options: `lock` (true: never swap), `numa_node` (bind the memory there), `populate` (false: pages come at first touch
-instead of at start).
+instead of at start, and are not pinned for a GPU).
 """
 
 import asyncio

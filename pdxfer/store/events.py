@@ -114,9 +114,12 @@ class Mirror:
     def __init__(self) -> None:
         self._tiers: dict[str, set[bytes]] = {}
         self._seq = 0
+        self.num_applied = 0
+        """Batches taken in: who asks the store meanwhile sees whether there was news since."""
 
     def apply(self, batch: Batch) -> bool:
         """False: a batch is missing (this one was ignored); a snapshot is needed."""
+        self.num_applied += 1
         if batch.restart:
             self._tiers[batch.tier] = set(batch.added)
             self._seq = batch.seq

@@ -54,6 +54,8 @@ class Session(asyncio.Protocol):
         self._ended = ended
         self._transport: asyncio.Transport | None = None
         self._frames = FrameBuffer()
+        self._unsent: list[bytes] | None = None
+        """Answers to what came together, while it is handled: they go together, too."""
         self._held: dict[int, PieceLease | PieceReservation] = {}
         self._handles = count(1)
         self._waiting: set[asyncio.Task[None]] = set()
@@ -68,12 +70,17 @@ class Session(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        answers = self._unsent = []
         try:
             for body in self._frames.feed(data):
                 self._handle(decode_request(body))
         except (msgspec.DecodeError, ProtocolError) as error:
             log.warning("store: detached an engine that does not speak our protocol: %s", error)
             self.end()
+        finally:
+            self._unsent = None
+            if answers and self._transport is not None:
+                self._transport.write(b"".join(answers))
 
     def pause_writing(self) -> None:
         """It asks faster than it reads answers."""
@@ -188,7 +195,9 @@ class Session(asyncio.Protocol):
         self._answer(Entries(number, self._figures(), list(entries)))
 
     def _answer(self, answer: Answer) -> None:
-        if self._transport is not None:
+        if self._unsent is not None:
+            self._unsent.append(pack(answer))
+        elif self._transport is not None:
             self._transport.write(pack(answer))
 
     def _figures(self) -> Figures:

@@ -165,6 +165,11 @@ class SharedDramTier:
         keys, self._evicted = self._evicted, []
         return keys
 
+    @property
+    def reachable(self) -> bool:
+        """As stats say it, without making them: a breaker asks after every call."""
+        return self._live is not None
+
     def stats(self) -> TierStats:
         """Leases, hits and puts are this engine's; the rest is the whole tier's, as of its last answer."""
         now = self._figures
@@ -174,7 +179,7 @@ class SharedDramTier:
             capacity_bytes=now.capacity_bytes,
             num_values=now.num_values,
             pinned_bytes=now.pinned_bytes,
-            reachable=self._live is not None,
+            reachable=self.reachable,
         )
         return replace(stats, evictions=now.evictions)
 

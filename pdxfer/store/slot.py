@@ -63,7 +63,7 @@ class TierSlot:
         """Memory of this process: calls end by themselves, mostly at once."""
         self.shared = self.in_memory and not self.direct
         """Other processes write here, too: what they add is learnt by listing."""
-        self._punctual = isinstance(tier, SharedDramTier)
+        self._shared_dram = tier if isinstance(tier, SharedDramTier) else None
         """Its calls end by themselves, at their deadline."""
         self._notices = tier if isinstance(tier, EvictionNotices) else None
         self._clock = clock
@@ -219,10 +219,8 @@ class TierSlot:
         budget = until - self._clock.now()
         if budget <= 0:
             return None
-        if self.direct:
-            return await self._trusted(work, until)
-        if self._punctual:
-            return self._judged(await self._trusted(work, until), breaker)
+        if self.direct or self._shared_dram is not None:
+            return await self._trusted(work, breaker, until)
         task = asyncio.ensure_future(work(until))
         try:
             await asyncio.wait((task,), timeout=budget + GRACE_S)
@@ -237,14 +235,17 @@ class TierSlot:
             return None
         return self._result(task, breaker)
 
-    async def _trusted(self, work: Callable[[float], Awaitable[T]], until: float) -> T | None:
+    async def _trusted(self, work: Callable[[float], Awaitable[T]], breaker: Breaker, until: float) -> T | None:
         """The call without a task and a timer around it (100 us): memory does not hang, a link has its own timer."""
         try:
-            return await work(until)
+            result = await work(until)
         except Exception as error:  # a bug of ours must not end a request
             self.counts["raised"] += 1
             log.exception("store: tier %s raised %r; treated as a miss", self.name, error)
+            if not self.direct:
+                self._failed(breaker, "it raised")
             return None
+        return result if self.direct else self._judged(result, breaker)
 
     def _result(self, task: "asyncio.Future[T]", breaker: Breaker) -> T | None:
         error = None if task.cancelled() else task.exception()
@@ -258,11 +259,14 @@ class TierSlot:
 
     def _judged(self, result: T | None, breaker: Breaker) -> T | None:
         """The result, after the breaker has heard of it."""
-        if result is Outcome.FAILED or not self.tier.stats().reachable:
+        if result is Outcome.FAILED or not self._reachable():
             self._failed(breaker, "its server or medium does not answer")
         else:
             breaker.succeeded()
         return result
+
+    def _reachable(self) -> bool:
+        return self._shared_dram.reachable if self._shared_dram is not None else self.tier.stats().reachable
 
     def _failed(self, breaker: Breaker, why: str) -> None:
         before = breaker.state

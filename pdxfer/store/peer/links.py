@@ -83,6 +83,9 @@ class Link:
                 why = "a batch is missing; beginning anew"
             except ServerError as error:
                 why = str(error)
+            except Exception as error:  # a bug of ours must not leave the index as it is for good
+                log.exception("store: following peer %s failed; beginning anew", self.way.peer.engine_id)
+                why = repr(error)
             self._on_loop(self._forget)
             if why != said and not self._stop.is_set():
                 log.info("store: what peer %s holds is not known for now: %s", self.way.peer.engine_id, why)

@@ -93,6 +93,7 @@ class PeerTier(RemoteTier):
         end -= min(MARGIN_S, (end - SYSTEM_CLOCK.now()) / 4)
         lend = self._lender(end)
         for link in self._holders(key)[:MAX_ASKED]:
+            index, heard = link.index, link.index.num_applied
             try:
                 got = await link.server.run(lambda session: session.read(key, lend, end), end, drop=give_back)
             except ServerError as error:
@@ -102,7 +103,8 @@ class PeerTier(RemoteTier):
                 continue
             if got is not None:
                 return got
-            link.index.forget((key,))
+            if link.index is index and index.num_applied == heard:  # else it may have come back: it says so only once
+                index.forget((key,))
             self._counters.failed(STALE)
         return None
 
