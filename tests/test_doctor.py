@@ -87,6 +87,21 @@ def test_the_choice_is_the_first_kind_that_works(monkeypatch: pytest.MonkeyPatch
     assert found["channel choice"].text == "on one host local, between hosts tcp (nixl is not available)"
 
 
+@pytest.mark.parametrize(
+    ("wire", "devices", "chosen"),
+    [("auto", [], "tcp"), ("auto", ["mlx5_0"], "nixl"), ("off", [], "nixl"), ("int8", [], "tcp")],
+)
+def test_codecs_on_the_wire_put_tcp_before_nixl_where_there_is_no_rdma(
+    monkeypatch: pytest.MonkeyPatch, wire: str, devices: list[str], chosen: str
+) -> None:
+    """And doctor says why."""
+    monkeypatch.setattr(channels, "_try", lambda kind: "")
+    monkeypatch.setattr(channels, "rdma_devices", lambda: devices)
+    text = by_name(channels.check_channels(config(f"codec.wire={wire}"), {}))["channel choice"].text
+    assert text.startswith(f"on one host local, between hosts {chosen} (")
+    assert ("codec.wire is on" in text) is (chosen == "tcp")
+
+
 @pytest.mark.parametrize(("kind", "is_told"), [("vllm", True), ("fake", False)])
 def test_kv_in_gpu_memory_is_said_to_be_untried(monkeypatch: pytest.MonkeyPatch, kind: str, is_told: bool) -> None:
     """Nothing of it ran on hardware."""

@@ -70,11 +70,10 @@ class Cluster:
         async with self.http.get(self.url + path) as response:
             return response.status, await response.json()
 
-    async def ask(self, body: Any, request_id: str = "q") -> tuple[str, str]:
+    async def ask(self, body: Any, request_id: str = "q", key: str = "") -> tuple[str, str]:
         """Text of one streamed completion, and its timeline header."""
-        async with self.http.post(
-            self.url + "/v1/completions", json=body, headers={"X-Request-Id": request_id}
-        ) as response:
+        headers = {"X-Request-Id": request_id} | ({"Authorization": f"Bearer {key}"} if key else {})
+        async with self.http.post(self.url + "/v1/completions", json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             data = await response.read()
             return text_of(data), response.headers["x-pdxfer-timeline"]
@@ -98,13 +97,17 @@ async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 
 
 @asynccontextmanager
-async def cluster(roles: dict[str, str], *, missed_heartbeats: int = 20, **flags: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    roles: dict[str, str], *, missed_heartbeats: int = 20, api_keys: dict[str, str] | None = None, **flags: Any
+) -> AsyncIterator[Cluster]:
     """Engines by id → role; ready when every pair can be had. Heartbeats may be late: the machine may be busy."""
     router = RouterServer(
         RouterSettings(bind="tcp://127.0.0.1:0", min_remote_tokens=64, missed_heartbeats=missed_heartbeats)
     )
     router.start()
-    settings = ProxySettings(port=0, router=router.endpoint, drain_timeout_s=0.2, pair_timeout_s=5.0)
+    settings = ProxySettings(
+        port=0, router=router.endpoint, drain_timeout_s=0.2, pair_timeout_s=5.0, api_keys=api_keys or {}
+    )
     proxy = Proxy(
         settings,
         lambda on_message: RouterLink(

@@ -2,9 +2,11 @@
 
 import pytest
 
+from pdxfer.config.schema import TransportConfig
 from pdxfer.node import wire_choice
 from pdxfer.node.wire_choice import MIN_BYTES, RAW, Chooser, LinkRate, Rates
 from pdxfer.node.wire_settings import WireSettings, split, wire_settings
+from pdxfer.transport.kinds import DEFAULT, preferred
 
 CHUNK = 6 << 20
 ALLOWED = ("lossless", "int8", "klt:3")
@@ -132,6 +134,15 @@ def test_a_peers_rate_may_come_while_ours_are_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(wire_choice, "split", meanwhile)
     Chooser(rates).decoded("lossless", 1e9)
     assert rates["lossless"].decode < 5e9
+
+
+def test_codecs_change_the_default_order_of_channels_only() -> None:
+    """Same host first in any case; RDMA is better than any codec; an order of the user's own stays."""
+    assert list(DEFAULT) == TransportConfig().channels
+    assert preferred(DEFAULT, has_wire=True, has_rdma=False) == ("local", "tcp", "nixl")
+    assert preferred(DEFAULT, has_wire=True, has_rdma=True) == DEFAULT
+    assert preferred(DEFAULT, has_wire=False, has_rdma=False) == DEFAULT
+    assert preferred(["nixl", "tcp"], has_wire=True, has_rdma=False) == ("nixl", "tcp")
 
 
 def test_entries_name_a_level_or_none() -> None:

@@ -125,3 +125,17 @@ async def test_what_a_slow_link_cannot_bring_in_time_is_computed_by_decode(monke
         await until(lambda: any(event.kind == "fell_back" for event in c.router.events()))
         (fell_back,) = [event for event in c.router.events() if event.kind == "fell_back"]
         assert CHEAPER in fell_back.detail["reason"]
+
+
+async def test_a_tenant_is_that_of_its_api_key_and_can_keep_its_kv_raw() -> None:
+    """From the key at the proxy to the prefill engine's choice."""
+    codec = json.dumps({"wire": "lossless", "tenants": {"exact": []}})
+    async with cluster(PAIR, api_keys={"key-e": "exact", "key-f": "free"}, codec=codec) as c:
+        for number in range(3):
+            assert (await c.ask(STREAM, f"e{number}", key="key-e"))[0] == ANSWER
+        assert wire_of(c, "p0").counts()["wire_frames"] == 0
+        for number in range(20):  # on a busy machine credits may come later than a prompt is sent
+            assert (await c.ask(STREAM, f"f{number}", key="key-f"))[0] == ANSWER
+            if wire_of(c, "p0").counts()["wire_frames"]:
+                break
+        assert wire_of(c, "p0").counts()["wire_frames"] > 0

@@ -164,7 +164,8 @@ class TransportConfig(Section, frozen=True):
     """How KV moves from prefill to decode."""
 
     channels: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["local", "nixl", "tcp"])
-    """Kinds of channel in order of preference; the first that works between two engines is taken."""
+    """Kinds of channel in order of preference; the first that works between two engines is taken. With `codec.wire` on
+    and no RDMA device the default order is [local, tcp, nixl]: codecs travel over `tcp` only."""
     integrity: Literal["off", "sample", "full"] = "full"
     """Which units carry a digest that decode verifies before it uses them."""
     layerwise: bool = True

@@ -25,7 +25,8 @@ from pdxfer.node.outgoing import Ready
 from pdxfer.node.settings import NodeSettings
 from pdxfer.node.store_side import StoreSettings
 from pdxfer.node.wire_settings import WireSettings, wire_settings
-from pdxfer.transport.pool import endpoint_factories
+from pdxfer.transport.device import rdma_devices
+from pdxfer.transport.kinds import endpoint_factories, preferred
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class WorkerHalf:
         layout = layout_of([caches[name] for name in names], self._kv_config.num_blocks, block_size)
         settings = self._settings
         marks = fingerprint(self._config, layout, len(names))
+        wire = self._wire_settings(marks, caches[names[0]], layout)
         self._node = Node(
             NodeSettings(
                 engine_id=settings.engine_id,
@@ -64,12 +66,23 @@ class WorkerHalf:
                 digest_every=DIGEST_EVERY[settings.integrity],
                 drain_s=settings.drain_s,
                 store=self._store_settings(marks, caches[names[0]], layout) if settings.store.enabled else None,
-                wire=self._wire_settings(marks, caches[names[0]], layout),
+                wire=wire,
             ),
             Region(layout),
             marks,
-            endpoint_factories(settings.channels),
+            endpoint_factories(self._channels(wire is not None)),
         )
+
+    def _channels(self, has_wire: bool) -> tuple[str, ...]:
+        """Kinds of channel in the order in which they are tried."""
+        kinds = preferred(self._settings.channels, has_wire, bool(rdma_devices()))
+        if kinds != self._settings.channels:
+            log.info(
+                "codec.wire is %s and there is no RDMA device: channels are tried in the order %s: codecs need tcp",
+                self._settings.codec.wire,
+                ", ".join(kinds),
+            )
+        return kinds
 
     def _store_settings(self, marks: dict[str, str], cache: torch.Tensor, layout: KvLayout) -> StoreSettings:
         settings, world_size = self._settings, self._config.parallel_config.world_size

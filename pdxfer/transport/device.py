@@ -1,10 +1,11 @@
-"""Whether the KV of a GPU can be moved at all with what is configured and installed.
+"""What this host has for moving KV: whether a GPU's can be moved at all with what is configured and installed, RDMA.
 
-Imports nothing: launcher and node ask before anything is started.
+Imports no library: launcher, doctor and node ask before anything is started.
 """
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 _HOST_ONLY = ("local", "tcp", "ucx")
 
@@ -18,6 +19,11 @@ def device_problem(kinds: Sequence[str], has_nixl: bool) -> str:
         reasons.append(f"{kind}: {'NIXL is not installed' if kind == 'nixl' else 'reaches host memory only'}")
     what = "pip install 'pdxfer[nixl]'" if "nixl" in kinds else "add nixl to it"
     return f"KV is in GPU memory, and no kind in transport.channels can move it ({'; '.join(reasons)}): {what}"
+
+
+def rdma_devices() -> list[str]:
+    """Names of the RDMA devices that the kernel shows."""
+    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 
 
 def is_nixl_installed() -> bool:

@@ -15,12 +15,23 @@ from pdxfer.transport.base import Endpoint, EndpointFactory, EndpointOptions, Pe
 STAGED = frozenset({"tcp"})
 """Kinds that can carry codec frames: their receiving side puts bytes wherever the sink says."""
 
+DEFAULT = ("local", "nixl", "tcp")
+"""As the configuration has them where nobody has said otherwise."""
+
 BUILT_IN = {
     "local": "pdxfer.transport.local:LocalEndpoint",
     "nixl": "pdxfer.transport.nixl:NixlEndpoint",
     "tcp": "pdxfer.transport.tcp:TcpEndpoint",
     "ucx": "pdxfer.transport.ucx:UcxEndpoint",
 }
+
+
+def preferred(kinds: Sequence[str], has_wire: bool, has_rdma: bool) -> tuple[str, ...]:
+    """The order in which kinds are tried. With codecs on the wire and no RDMA device, `tcp` comes before `nixl`: both
+    are then TCP, and codecs travel over `tcp` only. An order of the user's own stays."""
+    if has_wire and not has_rdma and tuple(kinds) == DEFAULT:
+        return ("local", "tcp", "nixl")
+    return tuple(kinds)
 
 
 def endpoint_factories(kinds: Sequence[str]) -> Mapping[str, EndpointFactory]:

@@ -27,6 +27,7 @@ from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.core.errors import ChannelError, ConfigError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.transport.base import EndpointOptions
+from pdxfer.transport.device import rdma_devices
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def set_ucx_defaults(options: EndpointOptions) -> None:
         "UCX_TCP_KEEPINTVL": "2s",
         "UCX_WARN_UNUSED_ENV_VARS": "n",
     }
-    if not Path("/sys/class/infiniband").exists():
+    if not rdma_devices():
         defaults["UCX_MAX_RMA_RAILS"] = "1"  # else each block is split over eth0 and lo: twice the system calls
     if not Path("/sys/module/efa").exists():
         defaults["UCX_MODULES"] = "^efa"  # its exit handlers crash the process where libefa is missing

@@ -12,6 +12,8 @@ from pathlib import Path
 from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
 from pdxfer.cli.checks.software import installed
 from pdxfer.config.schema import Config
+from pdxfer.transport.device import rdma_devices
+from pdxfer.transport.kinds import preferred
 
 _TRY_S = 60.0
 _NIXL = """
@@ -46,10 +48,12 @@ _CMA_BYTES = b"pdxfer-cma"
 
 def check_channels(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     """All configured kinds, the choice between them, and their surroundings."""
-    wanted = config.transport.channels
+    configured = tuple(config.transport.channels)
+    wanted = preferred(configured, config.codec.wire != "off", bool(rdma_devices()))
     reasons = {kind: _try(kind) for kind in wanted}
     findings = [_kind(kind, reasons[kind]) for kind in wanted]
-    return [*findings, _choice(reasons), _ucx(environ), _memlock(), _hugepages()]
+    why = "" if wanted == configured else "; codec.wire is on and there is no RDMA: tcp before nixl"
+    return [*findings, _choice(reasons, why), _ucx(environ), _memlock(), _hugepages()]
 
 
 def _try(kind: str) -> str:
@@ -83,8 +87,8 @@ def _kind(kind: str, reason: str) -> Finding:
     return warning(name, reason, fixes.get(kind, f"leave {kind!r} out of transport.channels"))
 
 
-def _choice(reasons: Mapping[str, str]) -> Finding:
-    """The first that works, as the pool decides."""
+def _choice(reasons: Mapping[str, str], why: str = "") -> Finding:
+    """The first that works, as the pool decides. `why`: what the order is due to."""
     working = [kind for kind, reason in reasons.items() if not reason]
     if not working:
         return blocks(
@@ -95,7 +99,7 @@ def _choice(reasons: Mapping[str, str]) -> Finding:
     remote = next((kind for kind in working if kind != "local"), "")
     skipped = [f"{kind} is not available" for kind in reasons if kind not in working]
     first = "; ".join(skipped) or "first of transport.channels"
-    text = f"on one host {working[0]}, between hosts {remote or 'none'} ({first})"
+    text = f"on one host {working[0]}, between hosts {remote or 'none'} ({first}{why})"
     if not remote:
         return warning("channel choice", text, "add tcp to transport.channels for engines on other hosts")
     return ok("channel choice", text)
@@ -156,7 +160,7 @@ def _ucx(environ: Mapping[str, str]) -> Finding:
     text = (
         " ".join(f"{name}={value}" for name, value in found.items()) or "no UCX_* variables; our channel sets its own"
     )
-    devices = [path.name for path in sorted(Path("/sys/class/infiniband").glob("*"))]
+    devices = rdma_devices()
     text += (
         f"; RDMA devices: {', '.join(devices)} (RDMA was not tried so far)"
         if devices
@@ -170,7 +174,7 @@ def _ucx(environ: Mapping[str, str]) -> Finding:
 def _memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft >> 20} MiB may be pinned"
-    if soft != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
+    if soft != resource.RLIM_INFINITY and rdma_devices():
         return warning("pinned memory", text, "RDMA pins the KV cache: run with `ulimit -l unlimited`")
     return ok("pinned memory", text)
 
