@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from router_kit import wait_until
 
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ChannelError
@@ -134,11 +135,17 @@ class Pair:
         )
 
     def grant(
-        self, block_ids: list[int], first_block: int = 0, tokens: int = 70, digest: bytes = b"d", generation: int = 0
+        self,
+        block_ids: list[int],
+        first_block: int = 0,
+        tokens: int = 70,
+        digest: bytes = b"d",
+        generation: int = 0,
+        transfer_id: str = "t",
     ) -> None:
         self.sender.grant(
             Grant(
-                transfer_id="t",
+                transfer_id=transfer_id,
                 epoch=1,
                 decode_id="d0",
                 decode_incarnation=1,
@@ -318,6 +325,22 @@ def test_whoever_asks_again_about_an_ended_send_gets_its_answer(pair: Pair) -> N
     pair.sender.forget("t", "request over")
     pair.wait(lambda: len(pair.settled) == 2)
     assert pair.settled == [("t", False, "cancelled early")] * 2
+
+
+def test_grants_without_a_prompt_are_bounded_and_decode_hears_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane forgets them, too."""
+    monkeypatch.setattr("pdxfer.node.sender.MAX_REMEMBERED", 2)
+    for number in range(5):
+        pair.grant(TARGET, transfer_id=f"t{number}")
+    pair.wait(lambda: len(pair.settled) == 3)
+    assert pair.settled == [(f"t{number}", False, "no prompt came for this grant") for number in range(3)]
+    wait_until(lambda: len(pair.channel.told) == 3)
+    why = "no prompt came for this grant"
+    told = [Drained(transfer_id=f"t{number}", epoch=1, complete=False, reason=why) for number in range(3)]
+    assert pair.channel.told == told
+    wait_until(lambda: set(pair.sender._lanes["d0"]._channels) == {("t3", 1), ("t4", 1)})
 
 
 def test_an_abort_before_its_grant_stops_a_late_grant(pair: Pair) -> None:

@@ -330,7 +330,7 @@ class Sender:
         self._on_settled(transfer.transfer_id, delivered, reason)
 
     def _bound(self) -> None:
-        """Grants whose prompt never came are forgotten, oldest first."""
-        unplanned = [t for t in self._transfers.values() if not t.total_blocks]
-        for transfer in unplanned[: max(0, len(unplanned) - MAX_REMEMBERED)]:
-            self._settle(transfer, False, "no prompt came for this grant")
+        """Grants whose prompt never came are ended, oldest first."""
+        unplanned = [t.transfer_id for t in self._transfers.values() if not t.total_blocks and not t.ending]
+        for transfer_id in unplanned[: max(0, len(unplanned) - MAX_REMEMBERED)]:
+            self._end(transfer_id, "no prompt came for this grant")
