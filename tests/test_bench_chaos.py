@@ -242,6 +242,20 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], *args: str) -> Non
     assert printed["summary"]["faults"] == int(args[args.index("--faults") + 1])
 
 
+def test_a_cluster_that_does_not_answer_ends_the_run_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question beside the load: to the proxy's metrics, to an engine alone."""
+
+    async def silent(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(chaos, "run", silent)
+    assert chaos.main(["--engine", "fake", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "the cluster did not answer (TimeoutError" in told and told.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_small_run_on_fake_engines_keeps_its_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Router, prefill and decode processes are hurt under load: nothing wrong, hung or failed without a reason."""

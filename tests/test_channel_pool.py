@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ChannelError, ConfigError
 from pdxfer.testing.channel_suite import until
+from pdxfer.testing.fake_clock import FakeClock
 from pdxfer.transport.base import Control, OutgoingUnit, PeerId, UnitResult
 from pdxfer.transport.breaker import LONGEST_S, STEADY_S, Breaker
 from pdxfer.transport.pool import ChannelPool, endpoint_factories
@@ -36,6 +38,8 @@ class StubEndpoint:
 
     def __init__(self, kind: str) -> None:
         self.kind, self.excuse, self.broken = kind, "", False
+        self.bug: Exception | None = None
+        """Raised by connect, or by accepts if `excuse` is set, too."""
         self.channels: list[StubChannel] = []
         self.num_attempts = 0
 
@@ -44,10 +48,14 @@ class StubEndpoint:
 
     def admit(self, peers: Sequence[PeerId], secret: bytes) -> None: ...
     def accepts(self, address: bytes) -> str:
+        if self.bug is not None and self.excuse:
+            raise self.bug
         return self.excuse
 
     def connect(self, peer: PeerId, address: bytes, timeout_s: float) -> StubChannel:
         self.num_attempts += 1
+        if self.bug is not None:
+            raise self.bug
         if self.broken:
             raise ChannelError(f"{self.kind} is broken today")
         self.channels.append(StubChannel(self.kind, peer, address))
@@ -66,11 +74,11 @@ def node(engine_id: str = "d0", incarnation: int = 1, role: Role = "decode", ver
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self.endpoints = [StubEndpoint(kind) for kind in ("local", "nixl", "tcp")]
         self.local, self.nixl, self.tcp = self.endpoints
         self.told: list[tuple[str, str, str]] = []
-        self.pool = ChannelPool(self.endpoints, ME, self.on_ready, seed=1)
+        self.pool = ChannelPool(self.endpoints, ME, self.on_ready, clock, seed=1)
 
     def on_ready(self, peer: PeerId, kind: str, reason: str) -> None:
         self.told.append((peer.engine_id, kind, reason))
@@ -81,8 +89,9 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """With the clock it is given, or the system's."""
+    rig = Rig(getattr(request, "param", SYSTEM_CLOCK))
     yield rig
     rig.pool.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("pdxfer-pool")]
@@ -152,15 +161,29 @@ def test_a_new_life_of_a_peer_gets_a_new_channel_and_a_lost_peer_none(rig: Rig) 
     assert rig.local.channels[1].closed and rig.kind() == ""
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("rig", [FakeClock()], indirect=True)
 def test_a_changed_address_gives_a_paused_kind_a_fresh_start(rig: Rig) -> None:
+    """The clock stands still, so the pause would never end by itself."""
     rig.local.broken = True
     rig.pool.update([node()], b"s")
-    until(lambda: rig.local.num_attempts >= 4, "some failures, so that the pause is long")
+    until(lambda: rig.kind() == "nixl", "a failure, and the next kind")
     rig.local.broken = False
     rig.pool.update([node(version=b"2")], b"s")
-    until(lambda: rig.kind() == "local", "an attempt at the new address", timeout_s=1.0)
-    assert rig.local.channels[0].address == b"2"
+    until(lambda: rig.kind() == "local", "an attempt at the new address")
+    assert rig.local.channels[0].address == b"2" and rig.local.num_attempts == 2
+
+
+@pytest.mark.parametrize("rig", [FakeClock()], indirect=True)
+@pytest.mark.parametrize("excuse", ["", "set"])
+def test_a_bug_of_a_plug_in_counts_as_a_refusal(rig: Rig, excuse: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In connect or in accepts: the next kind is used, and the first one pauses instead of failing in a loop."""
+    rig.local.bug, rig.local.excuse = KeyError("a bug"), excuse
+    rig.pool.update([node()], b"s")
+    until(lambda: rig.kind() == "nixl", "the next kind")
+    rig.pool.update([node("d1"), node()], b"s")
+    until(lambda: rig.kind("d1") == "nixl", "the same for another peer")
+    assert rig.local.num_attempts == (0 if excuse else 2)
+    assert len([record for record in caplog.records if record.exc_info]) == 2
 
 
 def test_the_breaker_doubles_its_pause_up_to_a_cap_and_forgives_a_steady_life() -> None:

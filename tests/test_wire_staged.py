@@ -10,7 +10,7 @@ from wire_rig import CHUNK_BLOCKS, LAYERS, P0, PACKING, SOURCE, TARGET, Rig, set
 
 from pdxfer.codec.frame import HEADER_BYTES
 from pdxfer.node.staging_ring import Key
-from pdxfer.transport.base import OutgoingUnit
+from pdxfer.transport.base import OutgoingUnit, UnitHeader
 from pdxfer.wire.halves import Fenced, Landed
 
 NUM_CHUNKS = len(SOURCE) // CHUNK_BLOCKS
@@ -239,3 +239,28 @@ def test_an_old_epochs_frame_finds_no_slot(rig: Rig) -> None:
     rig.prompt("t")
     rig.wait(lambda: any(s[0] == "t" for s in rig.settled))
     assert rig.receiver.num_rejected >= rejected and rig.decode.wire.staging.num_frames == 0
+
+
+def test_nothing_is_scattered_after_the_close(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever owns the region may give its memory back then. A slow decode is not waited for, but kept out."""
+    monkeypatch.setattr("pdxfer.node.staging._CLOSE_S", 0.01)
+    staging = rig.decode.wire.staging
+    is_decoding, may_go_on = threading.Event(), threading.Event()
+    decode = staging._frames.decode
+
+    def slow(frame: memoryview, header: UnitHeader) -> object:
+        is_decoding.set()
+        assert may_go_on.wait(30.0)
+        return decode(frame, header)
+
+    monkeypatch.setattr(staging._frames, "decode", slow)
+    rig.expect()
+    rig.wait(lambda: rig.credits)
+    rig.grant()
+    rig.prompt()
+    assert is_decoding.wait(30.0)
+    staging.close()
+    may_go_on.set()
+    for worker in staging._threads:
+        worker.join(30.0)
+    assert staging.num_frames == 0

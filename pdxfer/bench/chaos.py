@@ -49,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
     except BenchError as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 1
+    except (TimeoutError, aiohttp.ClientError) as error:  # of a question to a cluster that should be whole
+        log = options.out / "chaos.log"
+        print(f"chaos: the cluster did not answer ({type(error).__name__} {error}); see {log}", file=sys.stderr)
+        return 1
     except asyncio.CancelledError:
         print("chaos: told to stop", file=sys.stderr)
         return 1

@@ -7,6 +7,7 @@ import json
 import logging
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pdxfer.core.errors import PdxferError, UnreachableError
@@ -32,12 +33,13 @@ def find_model(engines: list[EngineView], token: str, model: str) -> tuple[list[
     if not model or any(model == engine.served_names[0] for engine in there if engine.served_names):
         return [engine for engine in there if _serves(engine, model)], ""
     found: dict[str, list[EngineView]] = {}
-    for engine in there[:_MAX_LISTED]:
-        try:
-            if path := _adapter(_call(f"{engine.url}/v1/models", token), model):
+    asked = there[:_MAX_LISTED]
+    with ThreadPoolExecutor(_MAX_LISTED, "pdxfer-models") as pool:  # at once: silent ones cost one timeout, not 16
+        for engine, path in zip(
+            asked, pool.map(lambda engine: _find_adapter(engine, token, model), asked), strict=True
+        ):
+            if path:
                 found.setdefault(path, []).append(engine)
-        except (OSError, ValueError) as error:
-            log.info("%s does not list its models: %s", engine.engine_id, error)
     if len(found) > 1:
         raise TokenizeError(f"{model!r} lies elsewhere on each engine ({', '.join(sorted(found))}): name one engine")
     for path, serving in found.items():
@@ -67,6 +69,15 @@ def tokenize(
 
 def _serves(engine: EngineView, model: str) -> bool:
     return not model or model in engine.served_names
+
+
+def _find_adapter(engine: EngineView, token: str, model: str) -> str:
+    """Path of the adapter there; empty where it is not, or nothing is said."""
+    try:
+        return _adapter(_call(f"{engine.url}/v1/models", token), model)
+    except (OSError, ValueError) as error:
+        log.info("%s does not list its models: %s", engine.engine_id, error)
+        return ""
 
 
 def _adapter(cards: Any, model: str) -> str:

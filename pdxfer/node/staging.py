@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_SLOTS = 64
 OVER = "the grant is over"
+_CLOSE_S = 2.0
 
 
 class Done(Protocol):
@@ -65,6 +66,8 @@ class Staging:
         """Unit → its slot and destination, from take to arrived or failed."""
         self._scattering: dict[Key, int] = {}
         self._open: set[Key] = set()
+        """Grants whose frames may be scattered."""
+        self._is_closed = False
         self._changed = threading.Condition()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: Done | None = None
@@ -91,16 +94,22 @@ class Staging:
             thread.start()
 
     def close(self) -> None:
-        """Stop the workers; what they have not decoded stays undone."""
+        """Stop the workers. What is not in its blocks then stays out: nothing is scattered any more. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._open.clear()
+            self._changed.wait_for(lambda: not self._scattering, timeout=_CLOSE_S)
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(timeout=2.0)
+                thread.join(timeout=_CLOSE_S)
 
     def open(self, key: Key) -> None:
         """A grant is out: its sender gets credits."""
         with self._changed:
+            if self._is_closed:
+                return
             self._open.add(key)
             credits = self._ring.open(key)
         self._pass_on(credits)
@@ -155,7 +164,7 @@ class Staging:
 
     def _run(self) -> None:
         unpin_current_thread()
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._is_closed:
             try:
                 self._work(job)
             except Exception:
@@ -164,6 +173,8 @@ class Staging:
 
     def _work(self, job: _Job) -> None:
         error = self._unstage(job)
+        if self._is_closed:
+            return
         self._release(job.slot)
         assert self._done is not None
         self._done(job.peer, job.header, error)

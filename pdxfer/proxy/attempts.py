@@ -5,10 +5,13 @@ said about an attempt that is over hurts no later one.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from pdxfer.proxy.engine_http import LegError
 from pdxfer.wire.messages import EngineRef
+
+log = logging.getLogger(__name__)
 
 Send = Callable[[EngineRef], Awaitable[None]]
 """Runs one prefill leg at that engine to its end. Raises LegError."""
@@ -47,3 +50,7 @@ class Attempts:
             await self._send(prefill)
         except LegError as error:
             self._on_failed(epoch, error)
+        except Exception as error:
+            # The router must hear of a bug, too: decode would wait for KV that nobody sends until its deadline.
+            log.exception("prefill leg of %s: please report this", self._transfer_id)
+            self._on_failed(epoch, LegError("reset", f"bug in the proxy: {type(error).__name__}: {error}"))

@@ -190,11 +190,23 @@ class ChannelPool:
             address = peer.address(endpoint.kind)
             if address is None:
                 peer.notes[endpoint.kind] = "the peer does not offer it"
-            elif reason := endpoint.accepts(address):
+            elif not peer.breakers[endpoint.kind].allows(now):
+                continue
+            elif reason := self._excuse(peer, endpoint, address, now):
                 peer.notes[endpoint.kind] = reason
-            elif peer.breakers[endpoint.kind].allows(now):
+            else:
                 found.append(endpoint)
         return found
+
+    def _excuse(self, peer: _Peer, endpoint: Endpoint, address: bytes, now: float) -> str:
+        """Why this kind cannot work from here; empty if it can."""
+        try:
+            return endpoint.accepts(address)
+        except Exception as error:
+            # A plug-in's bug: the other kinds go on, on the pool's only thread.
+            log.exception("%s cannot judge the address of %s", endpoint.kind, peer.node.engine_id)
+            peer.breakers[endpoint.kind].refused(now, str(error))
+            return f"bug: {type(error).__name__}: {error}"
 
     # ---- connecting: on a worker thread ------------------------------------------------------------------------------
 
@@ -208,8 +220,8 @@ class ChannelPool:
                 if channel is not None:
                     self._install(peer, channel)
                     break
-        except Exception:  # a plug-in's bug must not stop the pool
-            log.exception("connecting to %s", peer.node.engine_id)
+        except Exception:  # nobody asks for this thread's result
+            log.exception("connecting to %s: please report this", peer.node.engine_id)
         finally:
             with self._changed:
                 peer.connecting = False
@@ -227,7 +239,9 @@ class ChannelPool:
             channel = endpoint.connect(peer.id, address, CONNECT_TIMEOUT_S)
             channel.probe(CONNECT_TIMEOUT_S)
             return channel
-        except (PdxferError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, PdxferError | OSError):  # a plug-in's bug is a refusal
+                log.exception("connecting to %s over %s: please report this", peer.node.engine_id, endpoint.kind)
             if channel is not None:
                 channel.close()
             with self._changed:
