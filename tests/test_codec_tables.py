@@ -89,6 +89,18 @@ def test_a_folder_keeps_old_tables_and_knows_the_current(tmp_path: Path) -> None
         TableFolder(tmp_path, "../elsewhere")
 
 
+def test_damaged_names_and_files_are_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Values would silently be kept in a worse codec otherwise."""
+    folder = TableFolder(tmp_path, "m")
+    folder.path.mkdir(parents=True)
+    (folder.path / "klt.current").write_text("no digest")
+    (folder.path / f"klt-{'00' * 16}.pdxt").write_bytes(b"PDXT and nothing else")
+    assert folder.current("klt", 0) is None and "klt.current names no tables" in caplog.text
+    assert RankTables(folder, 0, 2).find(bytes(16)) is None and "00.pdxt are passed over" in caplog.text
+
+
 def test_tables_in_memory_answer_alike() -> None:
     """As the folder does."""
     first, own = some(), some(level=3, value=3)

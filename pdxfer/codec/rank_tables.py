@@ -57,8 +57,8 @@ class RankTables:
                 codec = path.name.partition("-")[0]
                 try:
                     self._cut_of(path.read_bytes(), codec)
-                except (OSError, TablesError):
-                    continue
+                except (OSError, TablesError) as error:
+                    log.warning("calibrated tables %s are passed over: %s", path, error)
         return self._cut.get(digest)
 
     def _cut_of(self, data: bytes, codec: str) -> bytes:

@@ -9,6 +9,7 @@ the codec, or codec-lN where each level has its own. Made by calibrate.py, read 
 """
 
 import json
+import logging
 import os
 import re
 import struct
@@ -22,6 +23,8 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from pdxfer.core.errors import PdxferError
+
+log = logging.getLogger(__name__)
 
 MAGIC = b"PDXT"
 VERSION = 1
@@ -122,8 +125,10 @@ class TableFolder:
             try:
                 digest = (self.path / f"{name}.current").read_text(encoding="ascii").strip()
                 return self.find(bytes.fromhex(digest))
-            except (FileNotFoundError, ValueError):
+            except FileNotFoundError:
                 continue
+            except ValueError as error:
+                log.warning("%s/%s.current names no tables and is passed over: %s", self.path, name, error)
         return None
 
     def find(self, digest: bytes) -> bytes | None:

@@ -238,7 +238,7 @@ class NixlEndpoint:
             for channel in channels:
                 came = channel.look() or came
         except Exception:  # a bug of the sink must not end the only thread that looks
-            log.exception("nixl")
+            log.exception("nixl: an arrival failed: please report this")
         return came
 
     def _ping(self, channels: list[NixlChannel]) -> None:

@@ -204,7 +204,7 @@ class ChannelPool:
             return endpoint.accepts(address)
         except Exception as error:
             # A plug-in's bug: the other kinds go on, on the pool's only thread.
-            log.exception("%s cannot judge the address of %s", endpoint.kind, peer.node.engine_id)
+            log.exception("%s cannot judge the address of %s: please report this", endpoint.kind, peer.node.engine_id)
             peer.breakers[endpoint.kind].refused(now, str(error))
             return f"bug: {type(error).__name__}: {error}"
 

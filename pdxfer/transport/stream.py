@@ -170,7 +170,7 @@ class StreamServer:
         except PdxferError as error:
             reason = str(error)
         except Exception as error:  # a bug of ours or of the sink must not leave a claim or a peer hanging
-            log.exception("%s connection of %s", self.kind, connection.peer)
+            log.exception("%s connection of %s failed: please report this", self.kind, connection.peer)
             reason = f"{type(error).__name__}: {error}"
         finally:
             frames.close()

@@ -124,7 +124,7 @@ class StreamChannel:
         except PdxferError as error:
             self._die(str(error))
         except Exception as error:  # a bug in the sink must end the channel, not silence it
-            log.exception("%s channel to %s", self.kind, describe(self.peer))
+            log.exception("%s channel to %s failed: please report this", self.kind, describe(self.peer))
             self._die(f"{type(error).__name__}: {error}")
 
     def _next(self, head: Head, meta: bytes) -> None:
