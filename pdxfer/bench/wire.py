@@ -1,7 +1,8 @@
 """`pdxfer bench wire`: what codecs on the wire do to time to first token, on a slow link and on a fast one.
 
 Pairs of fake engines, KV of the demo model's shape, prefill as fast as --prefill-tokens-per-s says: raw; `auto` with
-lossless codecs; `auto` with int8 allowed as well. Prompts go to all arms by turns. Prints a table (or one JSON object).
+lossless codecs; `auto` with int8 allowed as well; on request `always`, lossless whatever the link. Prompts go to all
+arms by turns, so each turn is a pair with raw. Prints a table (or one JSON object) with an interval and a verdict.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pdxfer.bench.report import Report, emit
 from pdxfer.bench.ttft_arms import Site
 from pdxfer.bench.ttft_link import link
 from pdxfer.bench.ttft_load import Answer, Client, completion
+from pdxfer.bench.verdict import MIN_PAIRS, interval, verdict
 from pdxfer.bench.wire_cluster import KV_BYTES_PER_TOKEN, MODEL, Pair, Work, running
 from pdxfer.config.store import CodecConfig
 from pdxfer.core.errors import ConfigError, PdxferError
@@ -26,7 +28,12 @@ ARMS = {
     "raw": CodecConfig(wire="off"),
     "lossless": CodecConfig(wire="auto"),
     "wire": CodecConfig(wire="auto", allow=["lossless", "int8"]),
+    "always": CodecConfig(wire="lossless"),
 }
+BARS = {"fast": 1.03, "1gbit": 0.75}
+"""What the adaptive wire has to reach, in parts of raw: it must not cost on a fast link, and pay on a slow one."""
+REPS = {"fast": MIN_PAIRS}
+"""Prompts an arm where not 11: a bar near 1 takes more."""
 _VOCABULARY = 50_000
 _NUM_OUT = 2
 
@@ -37,7 +44,9 @@ class Options:
 
     links: tuple[str, ...]
     num_tokens: int
+    arms: tuple[str, ...]
     reps: int
+    """0: as many as the link's bar needs."""
     warmups: int
     prefill_tokens_per_s: float
     out: Path
@@ -53,18 +62,23 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--links", default="1gbit,fast", help="rates as tc writes them (root), and `fast`: loopback")
     parser.add_argument("--len", type=int, default=3500, dest="num_tokens", help="tokens of a prompt")
-    parser.add_argument("--reps", type=int, default=11, help="prompts an arm")
+    parser.add_argument("--arms", default="raw,lossless,wire", help=f"of {', '.join(ARMS)}; raw is among them")
+    parser.add_argument("--reps", type=int, default=0, help="prompts an arm; default 20 on the fast link, else 11")
     parser.add_argument("--warmups", type=int, default=3, help="prompts an arm before that are not counted")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=20_000.0)
     parser.add_argument("--out", type=Path, default=Path("bench/out"), help="directory of the JSON file and logs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_args(list(argv))
     links = tuple(text.strip() for text in given.links.split(",") if text.strip())
-    if not links or given.reps < 1 or given.num_tokens < 256 or given.prefill_tokens_per_s <= 0:
-        raise ConfigError("bench wire needs a link, one repetition, 256 tokens and a prefill rate above 0")
+    arms = tuple(text.strip() for text in given.arms.split(",") if text.strip())
+    if not set(arms) <= set(ARMS) or "raw" not in arms:
+        raise ConfigError(f"--arms {given.arms}: raw and others of {', '.join(ARMS)}")
+    if not links or given.reps < 0 or given.num_tokens < 256 or given.prefill_tokens_per_s <= 0:
+        raise ConfigError("bench wire needs a link, 256 tokens and a prefill rate above 0; --reps 0 takes the default")
     return Options(
         links=links,
         num_tokens=given.num_tokens,
+        arms=arms,
         reps=given.reps,
         warmups=given.warmups,
         prefill_tokens_per_s=given.prefill_tokens_per_s,
@@ -81,7 +95,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         for name in options.links:
             with _site(name) as site:
-                _add(report, name, asyncio.run(_measure(site, options)))
+                reps = options.reps or REPS.get(name, 11)
+                _add(report, name, asyncio.run(_measure(site, options, reps)))
     except PdxferError as error:
         print(f"bench wire: {error}", file=sys.stderr)
         return 1
@@ -108,14 +123,14 @@ class _Figures:
     saved_bytes: int = 0
 
 
-async def _measure(site: Site, options: Options) -> list[_Figures]:
+async def _measure(site: Site, options: Options, reps: int) -> list[_Figures]:
     """All arms by turns, one request at a time."""
     work = Work(num_tokens=options.num_tokens, prefill_tokens_per_s=options.prefill_tokens_per_s, out=options.out)
-    figures = [_Figures(arm, []) for arm in ARMS]
+    figures = [_Figures(arm, []) for arm in options.arms]
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client())
-        pairs = [await stack.enter_async_context(running(arm, codec, site, work)) for arm, codec in ARMS.items()]
-        for turn in range(-options.warmups, options.reps):
+        pairs = [await stack.enter_async_context(running(arm, ARMS[arm], site, work)) for arm in options.arms]
+        for turn in range(-options.warmups, reps):
             order = list(zip(figures, pairs, strict=True))
             random.Random(turn).shuffle(order)
             for found, pair in order:
@@ -139,18 +154,23 @@ def _add(report: Report, name: str, figures: Sequence[_Figures]) -> None:
     raw = next(found for found in figures if found.arm == "raw")
     for found in figures:
         ratios = sorted(ours / theirs for ours, theirs in zip(found.ttft_s, raw.ttft_s, strict=True))
+        bounds = interval(ratios)
         report.add(
             link=name,
             arm=found.arm,
             ttft_ms=round(statistics.median(found.ttft_s) * 1000, 1),
             vs_raw=round(statistics.median(ratios), 3),
-            vs_raw_min=round(ratios[0], 3),
-            vs_raw_max=round(ratios[-1], 3),
+            vs_raw_low=round(bounds.low, 3),
+            vs_raw_high=round(bounds.high, 3),
+            pairs=len(ratios),
             frames=found.num_frames,
             saved_mib=round(found.saved_bytes / (1 << 20), 1),
         )
         if found.arm != "raw":
             report.summary[f"{found.arm}_vs_raw_{name}"] = round(statistics.median(ratios), 3)
+            report.summary[f"{found.arm}_vs_raw_{name}_95"] = f"{bounds.low:.3f}..{bounds.high:.3f}"
+        if found.arm == "wire" and name in BARS:
+            report.summary[f"wire_at_most_{BARS[name]:g}_{name}"] = verdict(ratios, BARS[name])
     report.summary["kv_bytes_per_token"] = KV_BYTES_PER_TOKEN
 
 
