@@ -71,6 +71,24 @@ class TestNixlChannel(ChannelSuite):
             with pytest.raises(ValueError, match="pool of 16 blocks"):
                 self.channel.write(unit)
 
+    def test_a_look_asks_about_the_oldest_write_and_stops_at_the_first_that_is_not_done(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each question drives all writes of the channel, so one that is not answered yet is enough."""
+        for block in (1, 2, 3):
+            self.channel.write(make_unit(self.prefill, [block], [block]))
+        first, second, third = (handle for handle, _ in self.channel._posted)
+        asked: list[object] = []
+        done = {first}
+        with monkeypatch.context() as patch:
+            patch.setattr(self.channel._agent, "done", lambda handle: asked.append(handle) or handle in done)
+            assert self.channel._collect() and asked == [first, second]
+            self.channel._collect()
+            assert asked == [first, second, second]
+        assert [handle for handle, _ in self.channel._posted] == [second, third]
+        until(lambda: self.channel.poll(0.1) and not self.channel._posted, "the writes to end")
+        until(lambda: self.channel._agent.done(first), "the write that was only said to be done")
+
     def test_a_peer_on_this_host_is_turned_down_if_ucx_may_use_what_cannot_be_fenced(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,11 @@ from router_kit import SmallEngine, make_pair, wait_until
 from pdxfer.core.clock import SystemClock
 from pdxfer.core.errors import ConfigError, UnreachableError
 from pdxfer.router.client import MemberClient, ProxyClient
+from pdxfer.router.events import Received
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.wire.keys import ClientSecurity, load_client_security, load_server_security, new_keys
 from pdxfer.wire.messages import Drain, Ended, Grant, Heartbeat, Local, Pairing, Release, Stamp, Started
-from pdxfer.wire.version import MAX_MESSAGE_BYTES, PROTOCOL
+from pdxfer.wire.version import MAX_MESSAGE_BYTES, PROTOCOL, encode
 
 SETTINGS = RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1, missed_heartbeats=20, forget_s=5.0)
 """The machine may be busy: a heartbeat may be late."""
@@ -293,3 +295,27 @@ def test_a_member_without_a_router_waits_and_does_not_spin() -> None:
         assert clock.num_reads < 500
     finally:
         client.close()
+
+
+def test_a_question_is_answered_before_the_heartbeats_that_came_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All members may beat at once. Each beat is answered once nothing else waits; a member's order is kept."""
+    server = RouterServer(SETTINGS)
+    beat = encode(Heartbeat(incarnation=1, wall=1.0, free_blocks=1))
+    waiting = deque([(b"e%d/sched#1" % i, beat) for i in range(20)])
+    waiting.append((b"proxy/x#1", encode(make_pair("r1"))))
+    waiting.append((b"e3/sched#1", encode(Started(transfer_id="t", num_tokens=1))))
+    handled: list[tuple[bytes, str]] = []
+
+    def handle(event: Received) -> None:
+        handled.append((event.route, type(event.message).__name__))
+
+    class Waiting:
+        def receive(self) -> tuple[bytes, bytes] | None:
+            return waiting.popleft() if waiting else None
+
+    monkeypatch.setattr(server, "_handle", handle)
+    assert server._drain_socket(Waiting())  # type: ignore[arg-type]
+    assert handled[0] == (b"proxy/x#1", "Pair")
+    assert handled[1:3] == [(b"e3/sched#1", "Heartbeat"), (b"e3/sched#1", "Started")]
+    others = [f"e{i}/sched#1".encode() for i in range(20) if i != 3]
+    assert handled[3:] == [(route, "Heartbeat") for route in others]

@@ -44,11 +44,11 @@ class SimulatedEngine:
     """Both halves of one engine."""
 
     def __init__(
-        self, engine_id: str, role: Role, endpoint: str, security: ClientSecurity | None, beside: DealerSocket
+        self, engine_id: str, role: Role, endpoint: str, security: ClientSecurity | None, beside: DealerSocket | None
     ) -> None:
         self.engine_id, self.role = engine_id, role
         self.sched = DealerSocket(endpoint, new_route(f"{engine_id}/sched"), security, beside=beside)
-        self.worker = DealerSocket(endpoint, new_route(f"{engine_id}/w0"), security, beside=beside)
+        self.worker = DealerSocket(endpoint, new_route(f"{engine_id}/w0"), security, beside=beside or self.sched)
 
     def hello(self) -> Hello:
         """As a scheduler half says it."""
@@ -68,7 +68,8 @@ class SimulatedEngine:
 class Load:
     """The simulated cluster around one router.
 
-    `is_whole`: engines send every message of a transfer, not just its end.
+    `is_whole`: engines send every message of a transfer, not just its end. Heartbeats are spread over their interval,
+    as those of members that started at different times are, unless `beat_at_once` was called.
     """
 
     def __init__(self, endpoint: str, security: ClientSecurity | None, num_engines: int) -> None:
@@ -77,18 +78,20 @@ class Load:
         self.on_answer: Callable[[str, float], object] = lambda request_id, now: None
         self._decoder: Decoder[FromRouter] = Decoder(FromRouter)  # type: ignore[arg-type]
         self._proxy = DealerSocket(endpoint, new_route("proxy/bench"), security)
-        self._engines = {
-            engine.engine_id: engine
-            for number in range(num_engines)
-            for engine in [self._engine(number, num_engines, endpoint, security)]
-        }
+        self._engines: dict[str, SimulatedEngine] = {}
+        shared: DealerSocket | None = None  # the engines share an IO thread; the proxy has its own, as real ones do
+        for number in range(num_engines):
+            role: Role = "prefill" if number < num_engines // 2 else "decode"
+            engine = SimulatedEngine(f"{role[0]}{number}", role, endpoint, security, shared)
+            self._engines[engine.engine_id] = engine
+            shared = shared or engine.sched
         self._later: deque[tuple[DealerSocket, tuple[Message, ...]]] = deque()
-        self._beat_at = self._sweep_at = 0.0
+        sockets = [socket for engine in self._engines.values() for socket in (engine.sched, engine.worker)]
+        begin, apart = time.monotonic(), _HEARTBEAT_S / (1 + len(sockets))
+        self._beats = deque((begin + i * apart, socket) for i, socket in enumerate([self._proxy, *sockets]))
+        """When each member's next heartbeat is due, in this order."""
+        self._sweep_at = 0.0
         self._num_asked = 0
-
-    def _engine(self, number: int, total: int, endpoint: str, security: ClientSecurity | None) -> SimulatedEngine:
-        role: Role = "prefill" if number < total // 2 else "decode"
-        return SimulatedEngine(f"{role[0]}{number}", role, endpoint, security, self._proxy)
 
     def join(self) -> None:
         """Say all hellos and open all channels; returns when the first pairing was answered as such."""
@@ -114,9 +117,7 @@ class Load:
     def turn(self, wait_s: float) -> None:
         """Send what is due, wait for the proxy's socket, take what it has."""
         now = time.monotonic()
-        if now >= self._beat_at:
-            self._beat_at = now + _HEARTBEAT_S
-            self._beat()
+        self._beat(now)
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
             for engine in self._engines.values():
@@ -134,11 +135,16 @@ class Load:
             if isinstance(message, Pairing):
                 self._paired(message)
 
+    def beat_at_once(self) -> None:
+        """From now on all heartbeats are due at the same time."""
+        due = time.monotonic()
+        self._beats = deque((due, socket) for _, socket in self._beats)
+
     def close(self) -> None:
         """Close all sockets."""
-        for engine in self._engines.values():
-            engine.sched.close()
+        for engine in reversed(self._engines.values()):
             engine.worker.close()
+            engine.sched.close()
         self._proxy.close()
 
     def _paired(self, pairing: Pairing) -> None:
@@ -162,13 +168,11 @@ class Load:
         self._later.append((prefill.sched, (_stamp(key, "prefilled"),)))
         self._later.append((decode.sched, (ended, _stamp(key, "scheduled"))))
 
-    def _beat(self) -> None:
-        wall = SYSTEM_CLOCK.wall()
-        beat = encode(Heartbeat(incarnation=1, wall=wall, free_blocks=_NUM_BLOCKS))
-        self._proxy.send(beat)
-        for engine in self._engines.values():
-            engine.sched.send(beat)
-            engine.worker.send(beat)
+    def _beat(self, now: float) -> None:
+        while self._beats[0][0] <= now:
+            due, socket = self._beats.popleft()
+            socket.send(encode(Heartbeat(incarnation=1, wall=SYSTEM_CLOCK.wall(), free_blocks=_NUM_BLOCKS)))
+            self._beats.append((max(due + _HEARTBEAT_S, now), socket))
 
     def _send(self, socket: DealerSocket, message: Message) -> None:
         payload = encode(message)

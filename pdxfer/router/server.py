@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError, DeadlineError, ProtocolError
@@ -41,7 +42,7 @@ from pdxfer.router.settings import LIVE, RouterSettings
 from pdxfer.router.snapshot import Snapshot
 from pdxfer.router.state import RouterState
 from pdxfer.wire.keys import ServerSecurity
-from pdxfer.wire.messages import FromMember, Pair
+from pdxfer.wire.messages import FromMember, Heartbeat, Pair
 from pdxfer.wire.sockets import RouterSocket, Sent
 from pdxfer.wire.version import Decoder, encode
 
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _BATCH = 256
 """Messages handled between two looks at the clock."""
+_BEATS = 4
+"""Heartbeats handled between two looks at the socket."""
 _CATCH_UP_S = 0.5
 """How long a tick waits for what has come to be read."""
 _EVENTS_KEPT = 16384
@@ -216,28 +219,47 @@ class RouterServer:
             pass
 
     def _drain_socket(self, socket: RouterSocket) -> bool:
-        """Handle a batch; True when nothing more has come."""
+        """Handle a batch; True when nothing more has come.
+
+        Heartbeats wait for the rest: those of all members can come at once, and nobody needs their answers soon. What
+        one member says is handled in its order.
+        """
+        beats: dict[bytes, Received] = {}
         for _ in range(_BATCH):
             received = socket.receive()
-            if received is None:
-                return True
-            route, payload = received
-            if not self._flood.admits(route, len(payload), self._clock.now()):
-                self._counts["rate"] += 1
-                limit = f"{self._settings.message_rate:g} messages/s (router.message_rate)"
-                self._log_line("warning", f"messages dropped: {route[:80]!r} sends more than {limit}")
-                continue
-            try:
-                message = self._decoder.decode(payload)
-            except ProtocolError as error:
-                self._counts["malformed"] += 1
-                self._log_line("warning", f"message dropped, from {route[:80]!r}: {error}")
+            if received is not None:
+                self._take(*received, beats)
+            elif beats:
+                for route in list(islice(beats, _BEATS)):
+                    self._handle(beats.pop(route))
             else:
-                wall = self._clock.wall()
-                if self._traces is not None and isinstance(message, Pair):
-                    self._traces.asked(route, message, wall)
-                self._handle(Received(route, message, wall))
+                return True
+        for beat in beats.values():
+            self._handle(beat)
         return False
+
+    def _take(self, route: bytes, payload: bytes, beats: dict[bytes, Received]) -> None:
+        """Handle one message; a heartbeat goes to `beats`, and is due before the next message of its member."""
+        if not self._flood.admits(route, len(payload), self._clock.now()):
+            self._counts["rate"] += 1
+            limit = f"{self._settings.message_rate:g} messages/s (router.message_rate)"
+            self._log_line("warning", f"messages dropped: {route[:80]!r} sends more than {limit}")
+            return
+        try:
+            message = self._decoder.decode(payload)
+        except ProtocolError as error:
+            self._counts["malformed"] += 1
+            self._log_line("warning", f"message dropped, from {route[:80]!r}: {error}")
+            return
+        event = Received(route, message, self._clock.wall())
+        if beat := beats.pop(route, None):
+            self._handle(beat)
+        if isinstance(message, Heartbeat):
+            beats[route] = event
+            return
+        if self._traces is not None and isinstance(message, Pair):
+            self._traces.asked(route, message, event.wall)
+        self._handle(event)
 
     def _drain_inbox(self) -> None:
         try:

@@ -218,15 +218,16 @@ class NixlChannel:
     def _collect(self) -> bool:
         """Move what is done from posted to done; whether there is something to report. Raises ChannelError."""
         self._check()
+        done: list[UnitHeader] = []
         try:
-            done = [entry for entry in self._posted if self._agent.done(entry[0])]
+            while self._posted and self._agent.done(self._posted[0][0]):
+                done.append(self._posted.pop(0)[1])
         except ChannelError as error:
             raise self._die(str(error)) from error
         now = SYSTEM_CLOCK.now()
         if done:
             self._moved_at = now
-            self._posted = [entry for entry in self._posted if entry not in done]
-            self._done.extend(UnitResult(header=header) for _, header in done)
+            self._done.extend(UnitResult(header=header) for header in done)
         elif self._posted and now - self._moved_at > self._options.write_timeout_s:
             raise self._die(f"{len(self._posted)} writes made no progress for {self._options.write_timeout_s:g} s")
         return bool(self._done)

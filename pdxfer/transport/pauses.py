@@ -2,7 +2,7 @@
 
 import ctypes
 
-SHORTEST_S, LONGEST_S = 20e-6, 1e-3
+SHORTEST_S, LONGEST_S = 60e-6, 1e-3
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 1000
 
