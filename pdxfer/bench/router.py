@@ -100,7 +100,7 @@ def run(options: Options, argv: list[str]) -> dict[str, Any]:
         f"p99_ms_{options.num_engines}_engines": report.results[3]["p99_ms"],
         "p99_ms_beats_at_once": report.results[4]["p99_ms"],
     }
-    worst_lag_ms = max(float(row.get("send_lag_p99_ms", 0.0)) for row in report.results)
+    worst_lag_ms = max(float(row.get("send_lag_p99_ms") or 0.0) for row in report.results)
     if worst_lag_ms > _MAX_LAG_MS:
         print(
             f"this machine was busy: questions were sent up to {worst_lag_ms:.0f} ms late (p99), so the waits show its "
