@@ -1,11 +1,16 @@
-"""The prefill legs of one transfer: whatever ends one, the router hears of it, once and with its epoch."""
+"""The prefill legs of one transfer: whatever ends one, the router hears of it. And a proxy that cannot begin."""
 
 import asyncio
+import gc
 
 import pytest
 
+from pdxfer.core.errors import ConfigError
+from pdxfer.proxy.app import Proxy
 from pdxfer.proxy.attempts import Attempts
 from pdxfer.proxy.engine_http import LegError
+from pdxfer.proxy.settings import ProxySettings
+from pdxfer.testing.fake_pairer import FakePairer
 from pdxfer.wire.messages import EngineRef
 
 P0 = EngineRef(engine_id="p0", url="http://127.0.0.1:1")
@@ -51,3 +56,18 @@ async def test_a_leg_that_is_replaced_or_closed_fails_nobody() -> None:
     assert not attempts.begin(2, P0)
     await attempts.close()
     assert not attempts.begin(3, P0) and not failed
+
+
+async def test_a_proxy_whose_router_address_is_refused_leaves_nothing_open(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for the operator, and none of the event loop's about sessions that nobody closed."""
+
+    class Refusing(FakePairer):
+        async def start(self) -> None:
+            raise ConfigError("'10.0.0.1' is no address of a router")
+
+    proxy = Proxy(ProxySettings(router="10.0.0.1"), lambda on_message: Refusing(P0, P0))
+    with pytest.raises(ConfigError, match="no address of a router"):
+        await proxy.start()
+    del proxy
+    gc.collect()
+    assert not caplog.records

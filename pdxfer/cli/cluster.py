@@ -11,9 +11,14 @@ if TYPE_CHECKING:
     from pdxfer.router.snapshot import EngineView
 
 Url = Annotated[
-    str, typer.Option("--url", help="Controller, http://HOST:PORT; else from the configuration.", show_default=False)
+    str,
+    typer.Option(
+        "--url", metavar="URL", help="Controller, http://HOST:PORT; else from the configuration.", show_default=False
+    ),
 ]
-TokenFile = Annotated[str, typer.Option("--token-file", help="File with the cluster's token.", show_default=False)]
+TokenFile = Annotated[
+    str, typer.Option("--token-file", metavar="FILE", help="File with the cluster's token.", show_default=False)
+]
 NODE_COLUMNS = ["ENGINE", "ROLE", "STATE", "RUNNING", "WAITING", "TRANSFERS", "FREE BLOCKS", "CHANNELS", "URL"]
 
 

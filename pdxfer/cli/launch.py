@@ -52,13 +52,23 @@ def launch(
     role: Annotated[Role, typer.Option(help="What to start on this host.")],
     config: ConfigFiles = None,
     set_: Sets = None,
-    model: Annotated[str, typer.Option(help="Model directory, Hugging Face name, or demo.", show_default=False)] = "",
-    router: Annotated[str, typer.Option(help="Where the router is, tcp://HOST:PORT.", show_default=False)] = "",
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="Model directory, Hugging Face name, or demo.", show_default=False)
+    ] = "",
+    router: Annotated[
+        str, typer.Option(metavar="URL", help="Where the router is, tcp://HOST:PORT.", show_default=False)
+    ] = "",
     engine: Annotated[Engine | None, typer.Option(help="fake computes nothing: for a first look.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port (router: ZMQ port).", show_default=False)] = 0,
-    engine_id: Annotated[str, typer.Option(help="Stable name of this engine.", show_default=False)] = "",
-    token_file: Annotated[str, typer.Option(help="File with the cluster's token.", show_default=False)] = "",
-    keys: Annotated[str, typer.Option(help="Directory of `pdxfer keys new`.", show_default=False)] = "",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="HTTP port (router: ZMQ port).", show_default=False)
+    ] = 0,
+    engine_id: Annotated[
+        str, typer.Option(metavar="NAME", help="Stable name of this engine.", show_default=False)
+    ] = "",
+    token_file: Annotated[
+        str, typer.Option(metavar="FILE", help="File with the cluster's token.", show_default=False)
+    ] = "",
+    keys: Annotated[str, typer.Option(metavar="DIR", help="Directory of `pdxfer keys new`.", show_default=False)] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the processes and start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -14,7 +14,13 @@ from pdxfer.config.load import Loaded, load
 
 ConfigFiles = Annotated[
     list[str] | None,
-    typer.Option("--config", "-c", help="Packaged config (cpu-1p1d) or YAML file; later ones win.", show_default=False),
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="NAME|FILE",
+        help="Packaged config (cpu-1p1d) or YAML file; later ones win.",
+        show_default=False,
+    ),
 ]
 Sets = Annotated[
     list[str] | None,

@@ -82,7 +82,8 @@ def find_config(name: str | Path) -> Path:
                 return found
     near = difflib.get_close_matches(str(name), packaged_configs(), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"no config {str(name)!r}: {hint}Give a YAML file or one of {', '.join(packaged_configs())}")
+    known = ", ".join(packaged_configs())
+    raise ConfigError(f"no config {str(name)!r}: {hint or 'it is no file either; '}packaged are {known}")
 
 
 def packaged_configs() -> list[str]:

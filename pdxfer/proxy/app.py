@@ -59,9 +59,10 @@ class Proxy:
         return self._admission.in_flight
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address cannot be had."""
+        """Listen. Raises ConfigError if the address cannot be had, or the router's is none."""
         settings = self._settings
         self._pairer = self._make_pairer(self._on_notice)
+        await self._pairer.start()  # first: if it refuses the router's address, nothing else is open
         self._http = EngineHttp(settings.connect_timeout_s)
         self._tracer = self._make_tracer()
         self._admission = Admission(
@@ -89,7 +90,6 @@ class Proxy:
             clock=self._clock,
             tracer=self._tracer,
         )
-        await self._pairer.start()
         await self._listen()
 
     async def stop(self, *, force: asyncio.Event | None = None) -> int:
