@@ -1,11 +1,14 @@
 """When decode computes the rest of a prompt instead of waiting for it, and what a deadline does to the choice."""
 
+import threading
+
 import pytest
-from wire_rig import CHUNK_BLOCKS, LAYERS, PACKING, Rig, settings
+from wire_rig import CHUNK_BLOCKS, LAYERS, PACKING, SOURCE, Rig, settings
 
 from pdxfer.node import recompute
 from pdxfer.node.recompute import CHEAPER, MIN_STEP_TOKENS, TRIAL_BYTES, Recompute, Rest, StepRate
 from pdxfer.node.wire_choice import RAW, Chooser, Rates
+from pdxfer.transport.base import OutgoingUnit
 from pdxfer.wire.halves import Fenced, Landed
 
 CHUNK = 6 << 20
@@ -103,6 +106,38 @@ def slow_link(rig: Rig, bytes_per_s: float) -> None:
     wire = rig.wire_sender
     wire._chooser.link.begin = wire._chooser.link.end = lambda *_: None  # type: ignore[method-assign]
     wire._chooser.link.bytes_per_s = bytes_per_s
+
+
+def test_what_is_left_counts_what_was_sent_in_whatever_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that merge while they wait go to the end of the queue: each unit still sees what is really left."""
+    rig = Rig(prefill=settings("auto"), decode=settings("auto"))
+    try:
+        rests: list[Rest] = []
+        monkeypatch.setattr(rig.wire_sender, "gives_up", lambda rest, allowed: rests.append(rest) or "")
+        is_merged = threading.Event()
+
+        def hold(unit: OutgoingUnit) -> OutgoingUnit:
+            assert is_merged.wait(30)
+            return unit
+
+        rig.tamper = hold
+        rig.expect()
+        rig.grant()
+        rig.prompt(num_layers=1)
+        rig.wait(lambda: len(rig.sent) == 1)
+        rig.sender.layers_done(1, 1)
+        num_chunks = len(SOURCE) // CHUNK_BLOCKS
+        lane = rig.sender._lanes["d0"]
+        rig.wait(lambda: sum(job.area.num_layers for job in list(lane._jobs.values())) == 2 * num_chunks - 1)
+        is_merged.set()
+        rig.wait(lambda: rig.end_of("t"))
+        whole = len(SOURCE) * LAYERS * PACKING.block_bytes
+        sent = [sum(h.num_bytes for h in rig.sent[:i]) for i in range(len(rig.sent))]
+        assert isinstance(rig.end_of("t"), Landed) and rig.is_equal and any(h.num_layers == 2 for h in rig.sent)
+        assert [rest.sent_bytes for rest in rests] == sent
+        assert [rest.num_bytes for rest in rests] == [whole - done for done in sent]
+    finally:
+        rig.close()
 
 
 def test_a_deadline_that_raw_would_miss_reaches_the_choice() -> None:

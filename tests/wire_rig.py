@@ -222,9 +222,14 @@ class Rig:
         )
 
     def prompt(
-        self, transfer_id: str = "t", source: list[int] = SOURCE, tenant: str = "", left_s: float = 600.0
+        self,
+        transfer_id: str = "t",
+        source: list[int] = SOURCE,
+        tenant: str = "",
+        left_s: float = 600.0,
+        num_layers: int = LAYERS,
     ) -> None:
-        """All of it in one step."""
+        """All of it in one step; its first `num_layers` layers are final."""
         plan = SendPlan(
             transfer_id=transfer_id,
             first_block=0,
@@ -237,7 +242,7 @@ class Rig:
             deadline=SYSTEM_CLOCK.now() + left_s,
         )
         self.sender.begin_step((plan,))
-        self.sender.layers_done(0, LAYERS)
+        self.sender.layers_done(0, num_layers)
 
     def run(self, transfer_id: str = "t", tenant: str = "", left_s: float = 600.0) -> ToScheduler:
         """One transfer, from grant to its end on decode; returns Landed or Fenced."""

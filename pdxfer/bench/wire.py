@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="pdxfer bench wire",
         description="Time to first token with and without codecs on the wire, on fake engines.",
-        epilog="example: pdxfer bench wire --links 1gbit,fast --reps 15",
+        epilog="example: pdxfer bench wire --links 1gbit,fast --reps 31",
     )
     parser.add_argument("--links", default="1gbit,fast", help="rates as tc writes them (root), and `fast`: loopback")
     parser.add_argument("--len", type=int, default=3500, dest="num_tokens", help="tokens of a prompt")

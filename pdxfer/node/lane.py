@@ -15,7 +15,6 @@ from pdxfer.core.errors import ChannelError
 from pdxfer.kv.runs import block_runs, total_bytes
 from pdxfer.memory.region import Region
 from pdxfer.node.plan import Area
-from pdxfer.node.recompute import Rest
 from pdxfer.node.wire_sender import WireSender
 from pdxfer.transport.base import Channel, Credit, Drained, OutgoingUnit, UnitFailed, UnitHeader
 from pdxfer.transport.kinds import STAGED
@@ -45,10 +44,8 @@ class Job:
     """Waits until the device has finished writing the area (CUDA event); None on CPU."""
     codecs: tuple[str, ...] = ()
     """Which may be used on the wire for this prompt's tenant."""
-    cells_before: int = 0
-    """Of the transfer, how many (block, layer) cells were queued before this area..."""
     num_cells: int = 0
-    """...and how many there are."""
+    """(block, layer) cells of the whole transfer."""
     num_tokens: int = 0
     """Of the grant."""
     deadline: float = float("inf")
@@ -138,7 +135,6 @@ class Lane:
                 first_layer = waiting.area.first_layer
                 layers = waiting.area.num_layers + area.num_layers
                 job.area = area = Area(area.first_block, area.block_ids, first_layer, layers)
-                job.cells_before = waiting.cells_before
             self._jobs[job.transfer_id, job.epoch, area.first_block, area.first_layer + area.num_layers] = job
             self._changed.notify()
 
@@ -244,10 +240,13 @@ class Lane:
                 f"the grant was given before this channel was opened (generation {job.generation}, the channel's is "
                 f"{channel.generation}): {self.engine_id} may have taken it back"
             )
-        wire, rest = self._wire if channel.kind in STAGED else None, self._rest(job)
-        if wire is not None and (reason := wire.gives_up(rest, job.codecs)):
-            self._report(UnitLost(job.transfer_id, job.epoch, reason))
-            return
+        wire, rest = self._wire if channel.kind in STAGED else None, None
+        if wire is not None:
+            all_bytes = job.num_cells * self._region.layout.block_bytes
+            rest = wire.rest(key, all_bytes, job.num_tokens, job.deadline)
+            if reason := wire.gives_up(rest, job.codecs):
+                self._report(UnitLost(job.transfer_id, job.epoch, reason))
+                return
         if job.ready is not None:
             job.ready()
         area = job.area
@@ -273,15 +272,6 @@ class Lane:
             channel.write(unit)
         else:
             wire.write(channel, unit, job.codecs, is_last=not self._jobs, rest=rest)
-
-    def _rest(self, job: Job) -> Rest:
-        cell_bytes = self._region.layout.block_bytes
-        return Rest(
-            num_bytes=(job.num_cells - job.cells_before) * cell_bytes,
-            sent_bytes=job.cells_before * cell_bytes,
-            num_tokens=job.num_tokens,
-            deadline=job.deadline,
-        )
 
     def _wants_digest(self) -> bool:
         self._num_units += 1

@@ -25,8 +25,6 @@ class Outgoing:
     """Final areas for which no grant is here yet."""
     deadline: float = float("inf")
     """By this host's monotonic clock."""
-    num_cells_queued: int = 0
-    """Given to the lane, in the order in which they will be sent."""
     num_cells_done: int = 0
     ending: str = ""
     """Why nothing more is sent; empty while sending."""

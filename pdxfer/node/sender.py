@@ -254,13 +254,11 @@ class Sender:
                     target_blocks=targets,
                     ready=ready,
                     codecs=transfer.codecs,
-                    cells_before=transfer.num_cells_queued,
                     num_cells=transfer.num_cells * self._num_layers,
                     num_tokens=transfer.num_tokens * transfer.num_cells // max(1, transfer.total_blocks),
                     deadline=transfer.deadline,
                 )
             )
-            transfer.num_cells_queued += len(piece.block_ids) * piece.num_layers
 
     def _lane(self, engine_id: str) -> Lane:
         if engine_id not in self._lanes:

@@ -68,6 +68,8 @@ class WireSender:
         self.counts = counts
         self._recompute = Recompute()
         self._credits: OrderedDict[Key, _Credits] = OrderedDict()
+        self._sent_bytes: OrderedDict[Key, int] = OrderedDict()
+        """Of each transfer, as KV, whichever way it went."""
         self._taken: frozenset[str] = frozenset()
         """Codecs that the peer decodes, as it has said with its credits."""
         self._told: set[str] = set()
@@ -102,6 +104,12 @@ class WireSender:
     def forget(self, key: Key) -> None:
         """A transfer is over."""
         self._credits.pop(key, None)
+        self._sent_bytes.pop(key, None)
+
+    def rest(self, key: Key, num_bytes: int, num_tokens: int, deadline: float) -> Rest:
+        """What is left of a transfer of so many bytes before its next unit."""
+        sent = self._sent_bytes.get(key, 0)
+        return Rest(num_bytes=num_bytes - sent, sent_bytes=sent, num_tokens=num_tokens, deadline=deadline)
 
     def gives_up(self, rest: Rest, allowed: tuple[str, ...]) -> str:
         """Why a transfer should end here because decode computes it sooner; empty: go on. Only where we may choose."""
@@ -129,6 +137,10 @@ class WireSender:
         if pending is not None:
             link.begin(self._clock.now(), *pending)
         channel.write(staged)
+        key = (unit.header.transfer_id, unit.header.epoch)
+        self._sent_bytes[key] = self._sent_bytes.get(key, 0) + unit.header.num_bytes
+        while len(self._sent_bytes) > MAX_TRANSFERS:
+            self._sent_bytes.popitem(last=False)
         pending = channel.pending() if isinstance(channel, MeasuredChannel) else None
         if pending is not None:
             link.end(self._clock.now(), *pending)
