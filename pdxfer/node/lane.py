@@ -245,6 +245,7 @@ class Lane:
             all_bytes = job.num_cells * self._region.layout.block_bytes
             rest = wire.rest(key, all_bytes, job.num_tokens, job.deadline)
             if reason := wire.gives_up(rest, job.codecs):
+                self._discard(key)
                 self._report(UnitLost(job.transfer_id, job.epoch, reason))
                 return
         if job.ready is not None:
@@ -272,6 +273,12 @@ class Lane:
             channel.write(unit)
         else:
             wire.write(channel, unit, job.codecs, is_last=not self._jobs, rest=rest)
+
+    def _discard(self, key: tuple[str, int]) -> None:
+        """Send nothing of this transfer that waits."""
+        with self._changed:
+            for job in [k for k in self._jobs if k[:2] == key]:
+                del self._jobs[job]
 
     def _wants_digest(self) -> bool:
         self._num_units += 1
