@@ -11,7 +11,8 @@ from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ChannelError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.region import Region
-from pdxfer.node.lane import Lane, Report
+from pdxfer.node.jobs import Report
+from pdxfer.node.lane import Lane
 from pdxfer.node.plan import Area, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender

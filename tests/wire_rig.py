@@ -13,7 +13,8 @@ from pdxfer.kv.layout import KvLayout
 from pdxfer.kv.pack import Packing
 from pdxfer.kv.runs import Runs
 from pdxfer.memory.region import Region
-from pdxfer.node.lane import Lane, Report
+from pdxfer.node.jobs import Report
+from pdxfer.node.lane import Lane
 from pdxfer.node.plan import SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender

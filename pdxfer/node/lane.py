@@ -8,12 +8,12 @@ reports an area done only when its source memory is no longer read.
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.core.errors import ChannelError
 from pdxfer.kv.runs import block_runs, total_bytes
 from pdxfer.memory.region import Region
+from pdxfer.node.jobs import AreaDone, Job, LaneFailed, LaneIdle, Report, UnitLost
 from pdxfer.node.plan import Area
 from pdxfer.node.wire_sender import WireSender
 from pdxfer.transport.base import Channel, Credit, Drained, OutgoingUnit, UnitFailed, UnitHeader
@@ -26,69 +26,6 @@ MAX_IN_FLIGHT = 16
 POLL_S = 0.001
 """Longest wait for a completion while new areas could arrive."""
 IDLE_CHECK_S = 5.0
-
-
-@dataclass(slots=True)
-class Job:
-    """Areas of one transfer for one peer that wait for the lane; layers may grow until it is taken."""
-
-    transfer_id: str
-    epoch: int
-    incarnation: int
-    """Of the engine that granted: its next life must not get these bytes."""
-    generation: int
-    """That the grant names: a channel with a larger one is too young for it."""
-    area: Area
-    target_blocks: tuple[int, ...]
-    ready: Callable[[], None] | None
-    """Waits until the device has finished writing the area (CUDA event); None on CPU."""
-    codecs: tuple[str, ...] = ()
-    """Which may be used on the wire for this prompt's tenant."""
-    num_cells: int = 0
-    """(block, layer) cells of the whole transfer."""
-    num_tokens: int = 0
-    """Of the grant."""
-    deadline: float = float("inf")
-    """Of the transfer, by this host's monotonic clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class AreaDone:
-    """These cells were written; their source is free."""
-
-    transfer_id: str
-    epoch: int
-    num_cells: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnitLost:
-    """One unit could not be delivered although the channel lives (digest, bounds, read error), or is not worth it."""
-
-    transfer_id: str
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LaneIdle:
-    """Nothing of this transfer is posted or queued here any more (answer to `drop`)."""
-
-    transfer_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class LaneFailed:
-    """The channel these transfers used died; nothing of ours leaves over it any more."""
-
-    transfers: frozenset[tuple[str, int]]
-    """(transfer, epoch)"""
-    reason: str
-
-
-Report = AreaDone | UnitLost | LaneIdle | LaneFailed
 
 
 class Lane:

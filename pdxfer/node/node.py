@@ -14,8 +14,9 @@ from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError, PdxferError
 from pdxfer.memory.region import Region
 from pdxfer.node.integrity import Integrity
+from pdxfer.node.jobs import Report
 from pdxfer.node.kind_sink import KindSink
-from pdxfer.node.lane import Lane, Report
+from pdxfer.node.lane import Lane
 from pdxfer.node.membership import Membership
 from pdxfer.node.operator import Operator
 from pdxfer.node.outgoing import Ready

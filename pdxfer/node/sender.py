@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdxfer.core.cpus import unpin_current_thread
-from pdxfer.node.lane import AreaDone, Job, Lane, LaneFailed, LaneIdle, Report, UnitLost
+from pdxfer.node.jobs import AreaDone, Job, LaneFailed, LaneIdle, Report, UnitLost
+from pdxfer.node.lane import Lane
 from pdxfer.node.outgoing import Outgoing, Ready
 from pdxfer.node.plan import Area, SendPlan
 from pdxfer.transport.base import Credit, Drained, UnitFailed

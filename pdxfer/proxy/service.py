@@ -3,6 +3,8 @@
 decode leg fails before the client saw a byte → once more, on another pairing
 decode engine lost in mid-stream              → another one continues the text (replay.py)
 router unreachable                            → the decode engine used last, alone
+
+One file: a request's life reads from top to bottom. What each step needs is next door (routing, legs, stream, replay).
 """
 
 import asyncio

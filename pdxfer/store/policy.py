@@ -1,5 +1,5 @@
 """Small decisions of the tiered store, as plain data in, plain data out: when to leave a failing tier alone, and which
-keys were seen before. Used by slot.py and saving.py; no I/O, no clock of their own, one thread.
+keys were seen before. Used by slot.py and writing.py; no I/O, no clock of their own, one thread.
 """
 
 from collections import OrderedDict

@@ -5,6 +5,7 @@
             return MyEndpoint
 
 Two sides in one process: `prefill` sends, `decode` receives. Run by pytest; needs nothing but the package.
+As long as the contract: authors subclass one class and have all of it.
 """
 
 import threading

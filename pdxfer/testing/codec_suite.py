@@ -7,7 +7,7 @@
         def bound(self, values, spec):        # lossy codecs: largest absolute error allowed, per value
             ...
 
-Run by pytest; needs nothing but the package and numpy.
+Run by pytest; needs nothing but the package and numpy. As long as the contract: authors subclass one class.
 """
 
 import hashlib

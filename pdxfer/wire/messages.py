@@ -2,6 +2,7 @@
 
 Engines (a scheduler half and one worker half a rank), the proxy and the router speak these over ZMQ. Bounded, typed,
 versioned; never pickle. Adding or changing a field bumps `version.PROTOCOL`. KV bytes never travel here.
+One file, long as it is: the whole protocol is read in one go.
 
     S scheduler half   W worker half   P proxy   R router
 """
