@@ -29,7 +29,7 @@ fi
 if [ "$tier" != fast ] && ! "$venv/bin/python" -c 'import ucxx' 2>/dev/null; then
   stage "ucxx (ucx channel)" pip_install -r requirements/ucx.lock
 fi
-PATH=$PATH:/usr/sbin:/sbin  # ip and tc live there, and tests that miss them would be skipped
+PATH=$PATH:/usr/sbin:/sbin  # ip and tc live there, and tests miss them
 if [ "$tier" != fast ] && ! { command -v ip && command -v tc; } >/dev/null; then
   stage "iproute2 (two-host tests)" sh -c 'apt-get update -q && apt-get install -y -q iproute2'
 fi

@@ -143,3 +143,29 @@ def test_halves_that_both_have_much_to_say_do_not_wait_for_each_other() -> None:
         worker.start()
         wait_until(lambda: len(heard) == len(told) == num_facts)
     assert [fact.number for fact in heard if isinstance(fact, Generation)] == list(range(num_facts))
+
+
+def test_a_link_closed_in_the_middle_of_a_callback_closes_its_sockets_after_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ZMQ's sockets belong to one thread: closed by another one in the middle of a call the process may die."""
+    monkeypatch.setattr("pdxfer.wire.halves._CLOSE_S", 0.01)
+    is_called, may_go_on = threading.Event(), threading.Event()
+
+    def slow(message: object) -> None:
+        is_called.set()
+        assert may_go_on.wait(10.0)
+
+    path = socket_path("slow-callback")
+    with closing(scheduler_end("slow-callback")) as scheduler:
+        worker = WorkerEnd(path, 0, slow)
+        worker.start()
+        scheduler.broadcast(Welcome(incarnation=1))
+        assert is_called.wait(10.0)
+        worker.close()
+        assert "does not end yet" in caplog.text and not worker._context.closed
+        may_go_on.set()
+        worker._thread.join(10.0)
+        assert worker._context.closed
+        worker.send(Generation(rank=0, number=1))
+        worker.close()

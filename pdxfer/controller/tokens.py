@@ -35,9 +35,8 @@ def find_model(engines: list[EngineView], token: str, model: str) -> tuple[list[
     found: dict[str, list[EngineView]] = {}
     asked = there[:_MAX_LISTED]
     with ThreadPoolExecutor(_MAX_LISTED, "pdxfer-models") as pool:  # at once: silent ones cost one timeout, not 16
-        for engine, path in zip(
-            asked, pool.map(lambda engine: _find_adapter(engine, token, model), asked), strict=True
-        ):
+        paths = pool.map(lambda engine: _find_adapter(engine, token, model), asked)
+        for engine, path in zip(asked, paths, strict=True):
             if path:
                 found.setdefault(path, []).append(engine)
     if len(found) > 1:

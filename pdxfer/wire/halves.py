@@ -172,27 +172,28 @@ class _Link:
                     return  # the thread is awake anyway
 
     def close(self) -> None:
-        """Stop the IO thread and close the sockets; idempotent."""
+        """Stop the IO thread, which closes the sockets: they are its own; idempotent."""
         if self._stop:
             return
         self._stop = True
         self._ring()
-        if self._thread.is_alive():
-            self._thread.join(timeout=_CLOSE_S)
-        if (
-            self._thread.is_alive()
-        ):  # in a callback; its sockets are its own, and it ends with the process at the latest
-            log.warning("%s does not end: a callback takes longer than %g s", self._thread.name, _CLOSE_S)
+        if not self._thread.is_alive():  # it never was, or it has ended
+            self._destroy()
             return
+        self._thread.join(timeout=_CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("%s does not end yet: a callback takes longer than %g s", self._thread.name, _CLOSE_S)
+
+    def _destroy(self) -> None:
         with self._wake_lock:
             self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        socket = self._open()
         try:
-            self._serve(socket)
+            with self._open() as socket:
+                self._serve(socket)
         finally:
-            socket.close(linger=0)
+            self._destroy()
 
     def _serve(self, socket: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
