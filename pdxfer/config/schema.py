@@ -112,8 +112,8 @@ class RouterConfig(Section, frozen=True):
     """Shorter prompts go to a decode engine alone."""
     max_queue: Count = 1024
     """Requests that may wait for capacity; more are answered 503 with Retry-After."""
-    max_wait_s: Seconds = 60.0
-    """Longest wait for capacity."""
+    max_wait_s: Seconds = 120.0
+    """Longest wait for capacity; then 503 with Retry-After."""
     lease_s: Seconds = 120.0
     """Life of a pairing that makes no progress."""
     heartbeat_s: Seconds = 0.5
@@ -152,8 +152,8 @@ class ProxyConfig(Section, frozen=True):
     """Larger requests are answered 413."""
     request_timeout_s: Seconds = 600.0
     """From arrival to last byte."""
-    pair_timeout_s: Seconds = 30.0
-    """Longest wait for the router's answer."""
+    pair_timeout_s: Seconds = 150.0
+    """Longest wait for the router's answer, the wait for capacity included (`router.max_wait_s`)."""
     client_stall_s: Seconds = 60.0
     """A client that takes no more of its answer, or has not sent its whole request, for this long is cut off."""
     drain_timeout_s: Seconds = 30.0

@@ -181,7 +181,8 @@ class Receives:
     def leg_failed(self, receive: Receive, failed: LegFailed) -> None:
         """A leg is over; a prefill that was given up already does not count."""
         if failed.leg == "decode" or failed.epoch == receive.epoch:
-            self.give_up(receive, f"{failed.leg} leg failed: {failed.reason}")
+            leg = f"{failed.leg} leg failed: "  # a resume that is refused repeats why it was asked for
+            self.give_up(receive, leg + failed.reason.removeprefix(leg))
 
     def rank_landed(self, receive: Receive, landed: Landed) -> None:
         """All units are in place on one rank."""

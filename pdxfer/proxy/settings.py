@@ -35,7 +35,7 @@ class ProxySettings:
     """Sent to the engines as their bearer token; needed when they run with --api-key and `api_keys` is set."""
     request_timeout_s: float = 600.0
     """From arrival to last byte."""
-    pair_timeout_s: float = 30.0
+    pair_timeout_s: float = 150.0
     """Longest wait for the router's answer, its queue for free capacity included."""
     transfer_timeout_s: float = 120.0
     """Told to the engines: KV that has not arrived after this is recomputed by decode."""

@@ -35,7 +35,7 @@ class RouterSettings:
     """Shorter prompts go to a decode engine alone."""
     max_queue: int = 1024
     """Requests that may wait for capacity; more are answered Busy."""
-    max_wait_s: float = 60.0
+    max_wait_s: float = 120.0
     """Longest wait for capacity, whatever deadline the proxy gave."""
     no_engine_wait_s: float = 2.0
     """Longest wait when no decode engine could take the request (start, restart of the router)."""
