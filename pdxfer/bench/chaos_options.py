@@ -47,9 +47,9 @@ PACES = {
         sets=("model.path=fake", "router.min_remote_tokens=16"),
     ),
     "vllm": Pace(
-        rate=0.5, num_prompts=12, max_chars=5_000, deadline_s=125.0, start_s=400.0, recover_s=400.0, num_at_once=1,
+        rate=0.5, num_prompts=12, max_chars=2_500, deadline_s=125.0, start_s=400.0, recover_s=400.0, num_at_once=1,
         leave_s=8.0, disk_mib=256, num_light=2,
-        sets=("model.dtype=float32", "router.min_remote_tokens=16"),
+        sets=("model.dtype=float32", "router.min_remote_tokens=16", "proxy.pair_timeout_s=90"),
     ),
 }  # fmt: skip
 
