@@ -15,6 +15,7 @@ import numpy as np
 from pdxfer.codec.frame import FrameHeader
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.kv.chunks import identity_digest
+from pdxfer.memory.segment import private_map
 from pdxfer.store.base import Outcome, Tier
 from pdxfer.store.chunk import NewChunk, Wanted
 from pdxfer.store.tiered import TieredStore
@@ -168,11 +169,7 @@ class TierArm(LoopArm):
     def __init__(self, tier: Tier, load: Load) -> None:
         super().__init__(load)
         self._tier = tier
-        coder = Transcoder(IDENTITY)
-        self.frames = [
-            coder.raw_frame(NewChunk(key=key, num_tokens=1, parts=(chunk,)))
-            for key, chunk in zip(self.keys, self.chunks, strict=True)
-        ]
+        self.frames = _frames(self.keys, self.chunks)
 
     async def check(self) -> None:
         """As the others, from the leases."""
@@ -194,6 +191,19 @@ class TierArm(LoopArm):
 
     async def _delete(self, keys: list[bytes]) -> None:
         await self._tier.delete(keys, _soon())
+
+
+def _frames(keys: list[bytes], chunks: list[memoryview]) -> list[memoryview]:
+    """Raw frames as the dram tier has them: in one mapping of huge pages, each at the start of a page."""
+    coder = Transcoder(IDENTITY)
+    new = [NewChunk(key=key, num_tokens=1, parts=(chunk,)) for key, chunk in zip(keys, chunks, strict=True)]
+    size = coder.raw_frame_bytes(new[0])
+    step = -(-size // ALIGN) * ALIGN
+    whole = memoryview(private_map(step * len(new)))
+    frames = [whole[begin : begin + size] for begin in range(0, len(whole), step)]
+    for frame, chunk in zip(frames, new, strict=True):
+        coder.fill_raw(frame, chunk)
+    return frames
 
 
 def _soon() -> float:

@@ -24,7 +24,9 @@ from pdxfer.store.remote.session import Lend
 from pdxfer.store.remote.stream import remaining
 from pdxfer.store.remote.tier import RemoteTier
 
-ABSENT = -704
+_ABSENT = (-703, -704)
+"""Still being written (its replica is not ready), or not there."""
+_LEASE_EXPIRED = -707
 _FULL = (-200, -201)
 _UNREACHABLE = (-900, -901)
 _LOCAL_BUFFER_BYTES = 16 << 20
@@ -35,6 +37,8 @@ class MooncakeTier(RemoteTier):
 
     settings = ("metadata", "protocol", "device", "host")
     default_port = 50051
+    first_contact_s = 10.0
+    """Its client takes half a second to set up on an idle machine."""
     overruns = True
     trailer_bytes = 1
 
@@ -149,10 +153,12 @@ class MooncakeSession:
         size = self._size(key)
         if size is None:
             return None
-        remaining(end)
         buffer = lend(size + 1)
         try:
-            got = self._with_memory(buffer.view, lambda at: self._call("get_into", self._name(key), at, size + 1))
+            got = _LEASE_EXPIRED
+            while got == _LEASE_EXPIRED:  # its own lease ended before the bytes were here: they may be others' already
+                remaining(end)
+                got = self._with_memory(buffer.view, lambda at: self._call("get_into", self._name(key), at, size + 1))
             if self._checked(got, "get_into") != size + 1:
                 raise ServerError(Reason.DAMAGED, f"{key.hex()[:12]}: {got} bytes instead of {size + 1}", clean=True)
         except FileNotFoundError:
@@ -184,7 +190,7 @@ class MooncakeSession:
         for key in keys:
             remaining(end)
             code = self._call("remove", self._name(key), True)
-            if code != ABSENT:
+            if code not in _ABSENT:
                 self._checked(code, "remove")
                 removed += 1
         return removed
@@ -224,7 +230,7 @@ class MooncakeSession:
         """The library's codes as errors."""
         if code >= 0:
             return code
-        if code == ABSENT:
+        if code in _ABSENT:
             raise FileNotFoundError(what)
         if code in _FULL:
             raise ServerError(Reason.FULL, f"Mooncake's {what}: code {code}, no room", clean=True)

@@ -25,7 +25,6 @@ T = TypeVar("T")
 COMMON = ("prefix", "connections", "buffer_mib")
 """Settings of every remote tier: what its keys begin with; connections, each with a thread, to one server; memory for
 values in flight."""
-_FIRST_CONTACT_S = 1.0
 
 
 class RemoteTier:
@@ -38,6 +37,8 @@ class RemoteTier:
     default_prefix = "pdxfer:"
     trailer_bytes = 0
     """Bytes of ours behind each value, in what `write` of a session gets; only with `overruns`."""
+    first_contact_s = 1.0
+    """What opening waits for a server; one that takes longer is away, and looked for in the background."""
     overruns = False
     """Calls of the client library may last beyond their deadline: values are copied before it sees them."""
 
@@ -97,7 +98,7 @@ class RemoteTier:
         self._loop = asyncio.get_running_loop()
         if self._config.capacity_gib:
             log.warning("%s: capacity_gib is not kept by this tier: set the limit in the server", self.url.shown)
-        await self.connect(SYSTEM_CLOCK.now() + _FIRST_CONTACT_S)
+        await self.connect(SYSTEM_CLOCK.now() + self.first_contact_s)
 
     async def lookup(self, keys: Sequence[bytes], deadline: float) -> list[Entry | None]:
         """One question a server, all servers at once."""
