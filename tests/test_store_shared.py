@@ -302,3 +302,11 @@ async def test_what_is_asked_in_one_turn_goes_in_one_message(tmp_path: Path, mon
             monkeypatch.setattr(SharedLink, "data_received", noted)
             found = await asyncio.gather(*(engine.tier.lookup([key_of(str(i))], engine.soon) for i in range(8)))
             assert found == [[None]] * 8 and len(received) == 1
+
+
+async def test_a_tier_that_is_closed_at_once_has_let_go(tmp_path: Path) -> None:
+    """Before its background task has begun."""
+    async with Host(tmp_path) as host:
+        engine = await host.engine()
+        await engine.tier.close()
+        await until(lambda: host.server.num_engines == 0, "the server to see the end")

@@ -189,6 +189,7 @@ class SharedDramTier:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait((self._keeping,))
+        await self._detach()  # a task that is cancelled before its first step does not get to it
 
     # -- how --------------------------------------------------------------------------------------------------------
 

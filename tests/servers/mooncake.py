@@ -22,7 +22,7 @@ sys.stdin.read()
 
 
 class MooncakeServer(ServerProcess):
-    """Master and holder; what was read may be evicted a second later (100 ms was too short for 8 MiB on a busy machine)."""
+    """Master and holder; what was read may be evicted a second later (100 ms is too short for 8 MiB under load)."""
 
     def __init__(self, segment_bytes: int = 512 << 20) -> None:
         self.port, self.metadata_port = free_port(), free_port()
