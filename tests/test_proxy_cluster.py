@@ -116,7 +116,7 @@ async def cluster(
     )
     async with AsyncExitStack() as stack:
         stack.callback(router.close)
-        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)))
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
         engines = {
             engine_id: await stack.enter_async_context(running_engine(role, engine_id, router.endpoint, **flags))
             for engine_id, role in roles.items()

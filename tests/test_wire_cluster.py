@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 from test_proxy_cluster import ANSWER, STREAM, Cluster, cluster, until
 
@@ -93,8 +92,8 @@ async def test_the_live_switch_turns_frames_off_and_the_heartbeat_says_so() -> N
 async def test_many_prompts_at_once_share_the_slots() -> None:
     async with cluster({"p0": "prefill", "p1": "prefill", "d0": "decode"}, codec=wire("lossless")) as c:
         answers = await asyncio.gather(*(c.ask(STREAM, f"q{n}") for n in range(12)), return_exceptions=True)
-        assert not any(isinstance(a, aiohttp.ClientError) for a in answers), answers
-        assert all(not isinstance(a, BaseException) and a[0] == ANSWER for a in answers), answers
+        wrong = [a for a in answers if isinstance(a, BaseException) or a[0] != ANSWER]
+        assert not wrong, wrong
         ring = wire_of(c, "d0").staging._ring
         await until(lambda: len(ring._free) == ring.num_slots)
         ring.check()
