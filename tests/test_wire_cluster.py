@@ -90,7 +90,8 @@ async def test_the_live_switch_turns_frames_off_and_the_heartbeat_says_so() -> N
 
 
 async def test_many_prompts_at_once_share_the_slots() -> None:
-    async with cluster({"p0": "prefill", "p1": "prefill", "d0": "decode"}, codec=wire("lossless")) as c:
+    roles = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
+    async with cluster(roles, **{"codec": wire("lossless"), "num-blocks": 3072}) as c:  # room for all at once
         answers = await asyncio.gather(*(c.ask(STREAM, f"q{n}") for n in range(12)), return_exceptions=True)
         wrong = [a for a in answers if isinstance(a, BaseException) or a[0] != ANSWER]
         assert not wrong, wrong
