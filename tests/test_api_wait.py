@@ -93,6 +93,7 @@ async def test_an_engine_joins_when_its_http_server_listens() -> None:
         router.close()
 
 
+@pytest.mark.slow
 async def test_vllms_scheduler_half_joins_when_its_http_server_listens() -> None:
     """The connector's own member, without an engine: every rank is ready long before the API is."""
     from pdxfer.connector.member import EngineFacts, Member

@@ -65,6 +65,7 @@ def forbidden(tree: ast.AST) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_in_the_package_runs_data_as_code() -> None:
     """No pickle or marshal, no eval or exec, no loader that builds objects, no shell."""
     files = sorted(PACKAGE.rglob("*.py"))

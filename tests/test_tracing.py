@@ -172,6 +172,7 @@ def test_a_context_that_is_none_makes_no_span() -> None:
     stages.close()
 
 
+@pytest.mark.slow
 def test_nothing_of_opentelemetry_is_imported_without_an_endpoint() -> None:
     """The proxy's module alone does not need the extra."""
     code = (
