@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import urllib3
 
@@ -70,6 +71,13 @@ class RunningPair:
         """The last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
+    def kill_engine(self, url: str) -> None:
+        """kill -9 of all processes of the engine that listens there; its launcher starts it again."""
+        victims = [p for p in psutil.Process(self.process.pid).children(recursive=True) if _listens(p, url)]
+        assert len(victims) == 1, victims
+        for process in [*victims[0].children(recursive=True), victims[0]]:
+            process.kill()
+
     def stop(self) -> int:
         """SIGTERM, and SIGKILL to the whole group if that does not help. Returns the exit code."""
         if self.process.poll() is None:
@@ -79,6 +87,15 @@ class RunningPair:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
+
+
+def _listens(process: psutil.Process, url: str) -> bool:
+    """Whether this process is the API server behind `url`."""
+    port = url.rpartition(":")[2]
+    try:
+        return f"--port {port}" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,17 @@ async def metric(url: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
+async def get(url: str) -> Any:
+    """A JSON answer."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.get(url) as response:
+        return await response.json()
+
+
+async def nodes(controller: str) -> dict[str, dict[str, Any]]:
+    """What the router knows of each engine."""
+    return {node["engine_id"]: node for node in (await get(controller + "/v1/nodes"))["nodes"]}
+
+
 async def until(condition: Any, timeout_s: float = 10.0) -> bool:
     """Poll an async condition until it holds or the deadline passes."""
     deadline = asyncio.get_running_loop().time() + timeout_s

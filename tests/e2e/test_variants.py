@@ -15,7 +15,7 @@ import pytest
 
 from pdxfer.bench.texts import Prompts
 from tests.e2e.conftest import RunningPair
-from tests.e2e.engines import BF16_TOLERANCE, bf16_difference, complete, metric
+from tests.e2e.engines import BF16_TOLERANCE, bf16_difference, complete, get, metric, until
 from tests.e2e.test_right import BORDERS, LONG, both
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
@@ -71,20 +71,60 @@ async def test_lora_adapters_are_kept_apart(logs: Path, prompts: Prompts, tmp_pa
         assert said["demo"] != said["tuned"]
 
 
-async def test_two_prefills_and_two_decodes(logs: Path, prompts: Prompts) -> None:
-    """All four take part, and every answer is right."""
+@pytest.fixture(scope="module")
+def four(logs: Path) -> Iterator[RunningPair]:
+    """Two engines of each role."""
     places = ("topology.prefill=2", "topology.decode=2", "model.dtype=float32", "engine.kv_cache_gib=0.5")
     with started(logs / "2p2d.log", *places) as running:
-        ids = [prompts.ids(300 + 40 * n, n) for n in range(12)]
-        answers = await asyncio.gather(*[complete(running.urls.proxy, i, 8, cache_salt="four") for i in ids])
-        assert {a.mode for a in answers} == {"pair"}
-        for prompt, answer in zip(ids, answers, strict=True):
-            alone = await complete(running.urls.decode, prompt, 8, cache_salt="alone")
-            assert answer.tokens == alone.tokens
-        for url in (running.urls.prefill, running.urls.decode):
-            for offset in (0, 1):
-                host, _, port = url.rpartition(":")
-                assert await metric(f"{host}:{int(port) + offset}", "vllm:prompt_tokens_total") > 0, (url, offset)
+        yield running
+
+
+def nth(url: str, number: int) -> str:
+    """URL of another engine of the same role: they have neighbouring ports."""
+    host, _, port = url.rpartition(":")
+    return f"{host}:{int(port) + number}"
+
+
+async def test_two_prefills_and_two_decodes(four: RunningPair, prompts: Prompts) -> None:
+    """All four take part, and every answer is right."""
+    ids = [prompts.ids(300 + 40 * n, n) for n in range(12)]
+    answers = await asyncio.gather(*[complete(four.urls.proxy, i, 8, cache_salt="four") for i in ids])
+    assert {a.mode for a in answers} == {"pair"}
+    for prompt, answer in zip(ids, answers, strict=True):
+        alone = await complete(four.urls.decode, prompt, 8, cache_salt="alone")
+        assert answer.tokens == alone.tokens
+    for url in (four.urls.prefill, four.urls.decode):
+        for number in (0, 1):
+            assert await metric(nth(url, number), "vllm:prompt_tokens_total") > 0, (url, number)
+
+
+async def test_another_prefill_takes_over_a_real_transfer(four: RunningPair, prompts: Prompts) -> None:
+    """kill -9 of a prefill in mid-transfer: what landed stays, the other one sends the rest, the tokens are right."""
+    ids, urls = prompts.ids(3000, 92), four.urls
+    alone = await complete(urls.decode, ids, 8, cache_salt="taken-alone")
+    resumed = await metric(urls.controller, "pdxfer_node_resumed_transfers_total")
+    pending = asyncio.create_task(complete(urls.proxy, ids, 8, cache_salt="taken"))
+    used: list[float] = []
+
+    async def is_under_way() -> bool:
+        used[:] = [await metric(nth(urls.prefill, number), "vllm:kv_cache_usage_perc") for number in (0, 1)]
+        return max(used) > 0
+
+    assert await until(is_under_way, 30.0)  # told after the first of two steps
+    victim = used.index(max(used))
+    four.kill_engine(nth(urls.prefill, victim))
+    reply = await pending
+    assert reply.status == 200 and reply.tokens == alone.tokens
+
+    async def is_counted() -> bool:
+        return await metric(urls.controller, "pdxfer_node_resumed_transfers_total") == resumed + 1
+
+    entry = await get(f"{urls.proxy}/v1/pdxfer/timeline/{reply.request_id}")
+    assert await until(is_counted), entry
+    (resume,) = entry["resumes"]
+    assert (resume["before"], resume["prefill"], resume["epoch"]) == (f"p{victim}", f"p{1 - victim}", 2)
+    assert resume["first_missing"] > 0
+    print(f"from block {resume['first_missing']}: {resume['reason']}; {entry['transfer']}")
 
 
 def make_adapter(directory: Path) -> Path:
