@@ -71,6 +71,13 @@ def test_refusals_say_the_values() -> None:
         DECODER.decode(b"\x09\x80")
 
 
+@pytest.mark.parametrize("size", [0, -1, 1025, 1 << 40])
+def test_an_engine_of_impossible_size_is_refused(size: int) -> None:
+    """The router lists the ranks that are missing: a count of 2^40 would take its memory."""
+    with pytest.raises(ProtocolError, match="world_size"):
+        DECODER.decode(encode(make_hello("d0", "decode", world_size=size)))
+
+
 @pytest.mark.parametrize(
     ("endpoint", "expected"),
     [

@@ -26,7 +26,6 @@ from pdxfer.wire.messages import (
 
 MAX_ENGINES = 1024
 MAX_PROXIES = 1024
-_MAX_RANKS = 1024
 _MAX_PEER_READY = 4096
 
 Pairs = list[tuple[Engine, list[Engine]]]
@@ -70,7 +69,7 @@ class Cluster:
 
     def worker_hello(self, route: bytes, identity: Identity, hello: WorkerHello, now: float, wall: float) -> None:
         """A rank is there."""
-        if identity.rank != hello.rank or not 0 <= hello.rank < _MAX_RANKS:
+        if identity.rank != hello.rank:
             self._refuse(route, f"WorkerHello of rank {hello.rank} came from {identity.name}/{identity.part}")
             return
         engine = self._admit(route, identity, hello.engine_id, hello.incarnation, now)

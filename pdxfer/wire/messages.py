@@ -22,6 +22,8 @@ Leg = Literal["prefill", "decode"]
 Stage = Literal["started", "prefilled", "granted", "landed", "scheduled"]
 """Points of a request's life that engines stamp; the proxy adds arrival, pairing and first token."""
 Outcome = Literal["delivered", "failed", "aborted", "unused"]
+MAX_RANKS = 1024
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +31,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     """KV blocks of its pool."""
-    block_size: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     """Tokens a block."""
     max_model_len: int
     """Longest prompt + output, in tokens."""
@@ -59,7 +61,7 @@ class Hello(Message, frozen=True, tag="hello"):
     fingerprint: Annotated[dict[str, str], msgspec.Meta(max_length=64)]
     """KV layout and identity, field by field; two engines pair only if all fields are equal."""
     capacity: Capacity
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     """Worker halves that must join too."""
     free_blocks: int
     transfers: Annotated[list[Id], msgspec.Meta(max_length=1 << 14)] = []
@@ -78,7 +80,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
 
     engine_id: Id
     incarnation: int
-    rank: int
+    rank: Rank
     addresses: Annotated[list[ChannelAddress], msgspec.Meta(max_length=16)]
     """In the node's order of preference."""
     generation: int
@@ -146,7 +148,7 @@ class PeerNode(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: Id
     incarnation: int
-    rank: int
+    rank: Rank
     role: Role
     addresses: list[ChannelAddress]
     generation: int
@@ -157,7 +159,7 @@ class StoreNode(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: Id
     incarnation: int
-    rank: int
+    rank: Rank
     address: StoreAddress
 
 
