@@ -1,6 +1,6 @@
-"""A tier that real engines share: a prompt without a grant goes through it.
+"""Tiers that real engines share: a prompt without a grant goes through one, what a peer keeps is found.
 
-Only in `tests/run.sh full`: it starts engines of its own.
+Only in `tests/run.sh full`: each starts engines of its own.
 """
 
 import asyncio
@@ -63,3 +63,31 @@ async def test_a_prompt_that_decode_has_no_room_for_goes_through_the_store(
 async def runs(controller: str, engine_id: str, what: str = "num_running") -> bool:
     """By the router's knowledge."""
     return bool((await nodes(controller))[engine_id][what])
+
+
+async def test_what_a_peer_keeps_is_loaded_from_it(logs: Path, prompts: Prompts) -> None:
+    """Computed and kept by one engine in its own memory; the other one loads it from there and says the same."""
+    tiers = "store.tiers=[{url: 'dram:', capacity_gib: 0.2}, {url: 'peer:'}]"
+    with started(logs / "peer.log", "model.dtype=float32", "store.enabled=true", tiers) as running:
+        urls, loaded = running.urls, 0.0
+        for number in range(5):
+            ids, salt, kept = prompts.ids(1500, number), f"peer-{number}", await stored(urls.prefill)
+            first = await complete(urls.prefill, ids, 8, cache_salt=salt)
+            while await stored(urls.prefill) < kept + 6:
+                await asyncio.sleep(0.05)
+            before = await metric(urls.decode, HITS)
+            second = await complete(urls.decode, ids, 8, cache_salt=salt)
+            loaded += await metric(urls.decode, HITS) - before
+            assert (second.status, second.tokens) == (200, first.tokens)
+
+        async def served() -> bool:
+            return await metric(urls.controller, "pdxfer_node_served_values_total") == 6 * loaded / 1408
+
+        assert loaded % 1408 == 0 and loaded >= 4 * 1408, loaded  # the index may be late once
+        assert await until(served)
+
+
+async def stored(url: str) -> float:
+    """Values that this engine's tiers took. Counters leave an engine with its steps: a short request makes some."""
+    await complete(url, [1, 2, 3], 1)
+    return await metric(url, "vllm:pdxfer_stored_values_total")
