@@ -16,6 +16,8 @@ from pdxfer.codec import rans
 from pdxfer.codec.base import ChunkSpec, Codec, Tables
 from pdxfer.codec.cachegen import CacheGenCodec
 from pdxfer.codec.calibrate_model import narrow, roundtrip, widen
+from pdxfer.codec.fp8 import Fp8Codec
+from pdxfer.codec.kernels.jit import JitKernels
 from pdxfer.codec.klt import KltCodec
 from pdxfer.codec.registry import codec as by_name
 
@@ -101,10 +103,11 @@ def arms(tables: Tables) -> list[Arm]:
 
 
 def timed(tables: Tables) -> dict[str, Codec]:
-    """Codecs whose rates are taken: each at its default level, klt in three ways."""
+    """Codecs whose rates are taken: each at its default level, klt in four ways; `numba`: without the C library."""
     found = {name: by_name(name, 0, tables) for name in ("lossless", "zstd", "int8", "fp8", "int4", "cachegen", "klt")}
     return {
         **found,
+        "fp8_numba": Fp8Codec(kernels=JitKernels()),
         "klt_uncal": KltCodec(),
         "klt_numba": KltCodec(0, tables, native=False),
         "klt_uncal_numba": KltCodec(native=False),
