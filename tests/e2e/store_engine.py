@@ -20,14 +20,15 @@ START_S = 300
 class StoreEngine:
     """A running engine; `kill` leaves no time for anything, `start` begins again on the same directory."""
 
-    def __init__(self, port: int, directory: Path, log: Path) -> None:
+    def __init__(self, port: int, directory: Path, log: Path, second_tier: str = "") -> None:
+        """Below memory is `second_tier`, as in store.tiers, or the disk."""
         self.url = f"http://127.0.0.1:{port}"
-        self._directory, self._log, self._port = directory, log, port
+        self._second = second_tier or f"{{url: 'file://{directory}', capacity_gib: 1, codec: lossless}}"
+        self._log, self._port = log, port
         self.start()
 
     def start(self) -> None:
-        disk = f"{{url: 'file://{self._directory}', capacity_gib: 1, codec: lossless}}"
-        tiers = f"[{{url: 'dram:', capacity_gib: 0.15}}, {disk}]"
+        tiers = f"[{{url: 'dram:', capacity_gib: 0.15}}, {self._second}]"
         sets = [
             "model.dtype=float32", "model.served_name=demo", f"store.tiers={tiers}", "engine.max_num_seqs=4",
             "engine.env={VLLM_SERVER_DEV_MODE: '1', VLLM_CPU_OMP_THREADS_BIND: '0'}",

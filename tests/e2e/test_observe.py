@@ -1,5 +1,6 @@
 """A real pair, seen from outside: what observing costs next to a prefill; cache verbs name the right chunks."""
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from pdxfer.bench.texts import Prompts
 from pdxfer.client.api import ControllerClient
 from tests.e2e.conftest import RunningPair
-from tests.e2e.engines import complete, until
+from tests.e2e.engines import complete, nodes, until
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from observe_cost import cost_s
@@ -45,6 +46,26 @@ async def test_observing_costs_less_than_one_percent_of_a_prefill(
     with capsys.disabled():
         print(f" observing / prefill, CPU: {100 * ratio:.3f} % ", end="")
     assert ratio < 0.01
+
+
+async def test_the_router_knows_what_runs(running: RunningPair, prompts: Prompts) -> None:
+    """Also of requests that were not paired; when they are over the cluster is at rest."""
+
+    async def num_there() -> int:
+        node = (await nodes(running.urls.controller))["d0"]
+        return int(node["num_running"]) + int(node["num_waiting"])
+
+    async def is_busy() -> bool:
+        return await num_there() == 1
+
+    async def is_idle() -> bool:
+        return await num_there() == 0
+
+    assert await until(is_idle)
+    asked = asyncio.create_task(complete(running.urls.decode, prompts.ids(200, 31), max_tokens=60))
+    assert await until(is_busy)
+    await asked
+    assert await until(is_idle)
 
 
 async def test_lookup_finds_what_the_engines_saved(running: RunningPair, prompts: Prompts) -> None:

@@ -1,4 +1,5 @@
-"""Tiers that real engines share: a prompt without a grant goes through one, what a peer keeps is found.
+"""Tiers that real engines share: a prompt without a grant goes through one, what a peer keeps is found, values of a
+remote server outlive every engine.
 
 Only in `tests/run.sh full`: each starts engines of its own.
 """
@@ -8,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from servers.redis import RedisServer
 
 from pdxfer.bench.texts import Prompts
-from tests.e2e.conftest import RunningPair
+from tests.e2e.conftest import RunningPair, free_ports
 from tests.e2e.engines import complete, metric, nodes, until
+from tests.e2e.store_engine import StoreEngine
 from tests.e2e.test_variants import started
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
@@ -91,3 +94,19 @@ async def stored(url: str) -> float:
     """Values that this engine's tiers took. Counters leave an engine with its steps: a short request makes some."""
     await complete(url, [1, 2, 3], 1)
     return await metric(url, "vllm:pdxfer_stored_values_total")
+
+
+async def test_hits_from_redis_after_kill_9(logs: Path, tmp_path: Path, prompts: Prompts) -> None:
+    """Every process but the server is killed: a new engine loads the prompt from it, and says the same."""
+    (port,) = free_ports(1)
+    with RedisServer("redis") as server:
+        engine = StoreEngine(port, tmp_path, logs / "redis.log", second_tier=f"{{url: '{server.url()}'}}")
+        try:
+            ids = prompts.ids(1500, 901)
+            first = await engine.ask_and_store(ids, "over", 6)
+            engine.kill()
+            engine.start()
+            again = await engine.ask(ids, "over")
+            assert (again.tokens, await engine.hits()) == (first.tokens, 1408)
+        finally:
+            engine.stop()
