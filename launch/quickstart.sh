@@ -13,7 +13,7 @@ Usage: launch/quickstart.sh [--serve] [--gpus N]
 Installs pdxfer and vLLM into .venv (2.5 GB), prepares a small model (0.4 GB), starts router, prefill engine, decode
 engine and proxy, sends three requests to one engine and to the pair, and prints what it measured.
 
-  --serve     leave the pair running afterwards, and print a curl line; stop it with Ctrl-C
+  --serve     measure nothing: start the pair, print a curl line, leave it up until Ctrl-C
   --gpus N    use N NVIDIA GPUs; 0 for the CPU. Default: all that nvidia-smi lists
   --help      this text
 

@@ -24,8 +24,8 @@ from pdxfer.testing.fake_kv import FakeCache
 from pdxfer.testing.fake_link import MemberSettings
 from pdxfer.testing.fake_member import FakeMember
 from pdxfer.transport.kinds import endpoint_factories
-from pdxfer.wire.halves import socket_path
 from pdxfer.wire.messages import Role
+from pdxfer.wire.run_sockets import socket_path
 from pdxfer.wire.store_facts import Find, Found
 
 BLOCK, CHUNK_BLOCKS = 16, 2

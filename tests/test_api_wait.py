@@ -13,7 +13,8 @@ from pdxfer.router.api_wait import ApiWait
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_main import _parser, join
-from pdxfer.wire.halves import WorkerReady, socket_path
+from pdxfer.wire.halves import WorkerReady
+from pdxfer.wire.run_sockets import socket_path
 
 
 def test_it_waits_for_an_answer_and_calls_once() -> None:

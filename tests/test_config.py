@@ -66,6 +66,11 @@ def test_mappings_merge_and_lists_are_replaced(tmp_path: Path) -> None:
         ("router:\n  port: 1\n  port: 2\n", "c.yaml:3: router.port is set twice"),
         ("router: {port: 1\n", "c.yaml:2: not valid YAML"),
         ("router: &a\n  port: *a\n", "nested deeper than any setting"),
+        ("[" * 3000, "nested deeper than any setting"),
+        ("model:\n  path: 2026-13-45\n", "c.yaml:2: model.path: '2026-13-45' cannot be read: month must be in 1..12"),
+        ("router:\n  port: !!int abc\n", "c.yaml:2: router.port: 'abc' cannot be read"),
+        ('model:\n  path: "\\ud800"\n', "c.yaml:2: model.path: '\\ud800' cannot be read"),
+        ('model:\n  path: "a\\0b"\n', "c.yaml:2: model.path holds a zero byte"),
     ],
 )
 def test_a_mistake_in_a_file_names_key_file_and_line(tmp_path: Path, text: str, error: str) -> None:

@@ -87,6 +87,13 @@ def test_drain_and_undrain_answer_with_the_effect(router: RouterServer, engines:
     assert missing.status_code == 404 and "/v1/nodes" in missing.text
 
 
+def test_half_a_character_is_refused_in_words(router: RouterServer) -> None:
+    """JSON may name a lone surrogate, UTF-8 cannot: the refusal repeats it escaped."""
+    api = TestClient(make_app(router, ControllerSettings()))
+    answer = api.put("/v1/nodes/p0/role", content=b'{"model": "\\ud800"}', headers={"content-type": "application/json"})
+    assert answer.status_code == 422 and answer.json()["detail"]
+
+
 def test_with_a_token_only_health_and_ready_are_open(router: RouterServer) -> None:
     """Everything else answers 401 without it, documentation and unknown paths included."""
     api = TestClient(make_app(router, ControllerSettings(token="s3cret")))

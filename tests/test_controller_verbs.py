@@ -31,7 +31,7 @@ from pdxfer.testing.fake_link import MemberSettings
 from pdxfer.testing.fake_member import FakeMember
 from pdxfer.testing.fake_model import tokenize
 from pdxfer.transport.kinds import endpoint_factories
-from pdxfer.wire.halves import socket_path
+from pdxfer.wire.run_sockets import socket_path
 
 BLOCK, CHUNK_BLOCKS = 16, 2
 CHUNK = BLOCK * CHUNK_BLOCKS

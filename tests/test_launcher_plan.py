@@ -10,11 +10,13 @@ from pdxfer.config.load import load
 from pdxfer.core.errors import ConfigError
 from pdxfer.launcher.cause import find_cause
 from pdxfer.launcher.engine import Inputs
+from pdxfer.launcher.errors import LaunchError
 from pdxfer.launcher.machine import Machine
 from pdxfer.launcher.placement import place_engines
 from pdxfer.launcher.plan import plan_all, plan_engine
 from pdxfer.launcher.prepare import prepare
-from pdxfer.launcher.spec import ProcessSpec
+from pdxfer.launcher.ready import check_ports
+from pdxfer.launcher.spec import PortUse, ProcessSpec
 
 TWO_CORES = Machine(cpus=(0, 1), hostname="h")
 
@@ -66,6 +68,14 @@ def test_cores_are_shared_out_equally_unless_a_place_names_them() -> None:
     machine = Machine(cpus=tuple(range(8)))
     sets = ["topology.prefill=[{cpus: 0-1}, {}]", "topology.decode=1"]
     assert [e.cpus for e in place_engines(inputs(*sets).config, machine)] == ["0-1", "0,1,2,3", "4,5,6,7"]
+
+
+def test_a_port_beyond_the_last_is_refused_with_its_key() -> None:
+    """As the third engine of `prefill_port: 65534` gets."""
+    use = PortUse(host="127.0.0.1", port=65536, key="topology.prefill_port")
+    spec = ProcessSpec(name="p2", argv=("true",), ports=(use,), ready_url="http://127.0.0.1", ready_timeout_s=1)
+    with pytest.raises(LaunchError, match="p2 cannot listen on .*topology.prefill_port.*end at 65535"):
+        check_ports([spec])
 
 
 def test_fewer_cores_than_engines_are_shared() -> None:

@@ -1,8 +1,12 @@
 """How a node begins and ends, and the link between the halves: nothing is left open, nothing stands still."""
 
+import os
+import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,7 +20,8 @@ from pdxfer.node.node import Node
 from pdxfer.node.settings import NodeSettings
 from pdxfer.transport.base import Endpoint, EndpointFactory, PeerId
 from pdxfer.transport.kinds import endpoint_factories
-from pdxfer.wire.halves import Forget, Generation, SchedulerEnd, ToScheduler, Welcome, WorkerEnd, socket_path
+from pdxfer.wire.halves import Forget, Generation, SchedulerEnd, ToScheduler, Welcome, WorkerEnd
+from pdxfer.wire.run_sockets import socket_path
 
 _MEMORY = np.zeros(64, dtype=np.uint8)
 
@@ -126,6 +131,28 @@ def test_a_node_closed_while_its_endpoints_are_opened_closes_them() -> None:
         is_closing.set()
         closer.join(10.0)
         assert not closer.is_alive() and endpoint.is_closed
+
+
+def test_no_socket_of_an_engine_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own goes with it, that of a killed engine when the next one starts; one that is served stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = socket_path("closed")
+    scheduler = SchedulerEnd(path, 1, lambda _: None)
+    scheduler.start()
+    file = Path(path.removeprefix("ipc://"))
+    wait_until(file.exists)
+    with closing(socket.socket(socket.AF_UNIX)) as killed:
+        killed.bind(str(file.parent / "killed"))
+    for old in file.parent.iterdir():
+        os.utime(old, (1, 1))
+    socket_path("next")
+    assert [left.name for left in file.parent.iterdir()] == ["closed"]
+    scheduler.close()
+    assert not file.exists()
+    file.parent.rmdir()
+    file.parent.touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        socket_path("none")
 
 
 def test_halves_that_both_have_much_to_say_do_not_wait_for_each_other() -> None:

@@ -245,7 +245,7 @@ def test_a_silent_engine_is_suspect_and_then_back() -> None:
 def test_a_port_in_use_is_one_clear_error() -> None:
     """Two routers on one port: the second says which address and what to do."""
     with running() as server:
-        with pytest.raises(ConfigError, match="cannot listen on .*router.bind"):
+        with pytest.raises(ConfigError, match="cannot listen on .*router.port"):
             RouterServer(RouterSettings(bind=server.endpoint)).start()
 
 

@@ -64,6 +64,8 @@ def read_file(path: Path) -> Source:
         if root is None:
             return source
         tree = _Reader(str(path), source.origins).read(root, ())
+    except RecursionError as error:
+        raise ConfigError(f"config file {path} is nested deeper than any setting") from error
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(path, error)) from error
     if not isinstance(tree, dict):
@@ -118,7 +120,16 @@ class _Reader:
             return self._read_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
-        return self._scalars.construct_object(node)
+        try:
+            value = self._scalars.construct_object(node)
+            if isinstance(value, str):
+                value.encode()
+        except ValueError as error:  # a date or number that is none, half a character
+            shown = "" if is_secret(shape_at(path)) else f" {ascii(str(node.value)[:40])}"
+            raise ConfigError(f"{self._file}:{line}: {display(path)}:{shown} cannot be read: {error}") from error
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{self._file}:{line}: {display(path)} holds a zero byte, which no setting can")
+        return value
 
     def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> Tree:
         tree: Tree = {}

@@ -15,9 +15,9 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.core.ids import is_engine_id
 from pdxfer.router.client import ClientSecurity
 from pdxfer.transport.base import EndpointOptions
-from pdxfer.wire.halves import socket_path
 from pdxfer.wire.keys import load_client_security
 from pdxfer.wire.messages import Role
+from pdxfer.wire.run_sockets import socket_path
 
 KNOWN = ("role", "config", "set", "router", "url", "engine_id", "layerwise")
 """Keys of kv_connector_extra_config: `config` is a file, a packaged name or a list of them, `set` a list of key=value;

@@ -4,10 +4,13 @@ OpenAPI at /docs (the page is served from here whole: no CDN, no validator elsew
 token set, every path but those in access.py asks for it.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi_offline import FastAPIOffline
 
@@ -82,6 +85,13 @@ def make_app(router: RouterServer, settings: ControllerSettings, board: Board | 
     @app.exception_handler(DeadlineError)
     async def too_slow(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=503)
+
+    @app.exception_handler(RequestValidationError)
+    async def unfit(_: Request, error: Exception) -> Response:
+        """As FastAPI answers, in ASCII: what was sent may hold characters that UTF-8 has not."""
+        assert isinstance(error, RequestValidationError)
+        detail = json.dumps({"detail": jsonable_encoder(error.errors())})
+        return Response(detail, status_code=422, media_type="application/json")
 
     @app.get("/health")
     def alive() -> Health:

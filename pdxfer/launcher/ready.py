@@ -12,6 +12,7 @@ import psutil
 from pdxfer.launcher.errors import LaunchError
 from pdxfer.launcher.spec import PortUse, ProcessSpec
 
+_LAST_PORT = 65535
 _PROBE_S = 5.0
 _INTERVAL_S = 0.2
 _UNIX = "unix:"
@@ -27,6 +28,8 @@ def check_ports(specs: Iterable[ProcessSpec]) -> None:
 
 def _problem(use: PortUse) -> str:
     """Why the port cannot be had; empty if it can."""
+    if use.port > _LAST_PORT:
+        return f"ports end at {_LAST_PORT}; set {use.key} lower"
     family = socket.AF_INET6 if ":" in use.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -187,7 +187,7 @@ class Service:
             self._metrics.inc("pdxfer_proxy_refused_total", reason="too_large")
             raise ApiError(
                 413,
-                f"the request body is larger than {self._settings.max_body_bytes} bytes (proxy.max_body_bytes); "
+                f"the request body is larger than {self._settings.max_body_bytes} bytes (proxy.max_body_mib); "
                 "shorten the prompt",
                 code="body_too_large",
             ) from error

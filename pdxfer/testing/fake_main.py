@@ -30,8 +30,8 @@ from pdxfer.testing.fake_link import MemberSettings
 from pdxfer.testing.fake_member import FakeMember
 from pdxfer.transport.base import EndpointOptions
 from pdxfer.transport.kinds import endpoint_factories
-from pdxfer.wire.halves import socket_path
 from pdxfer.wire.keys import load_client_security
+from pdxfer.wire.run_sockets import socket_path
 
 log = logging.getLogger(__name__)
 

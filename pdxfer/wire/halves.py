@@ -6,16 +6,14 @@ they put into queues or send a small control to a peer. Only Welcome takes longe
 """
 
 import logging
-import os
 import queue
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
-from pdxfer.core.errors import ConfigError, ProtocolError
+from pdxfer.core.errors import ProtocolError
 from pdxfer.wire.messages import BlockIds, ChannelAddress, Id, Text
 from pdxfer.wire.store_facts import Fact, ToSchedulerStore, ToWorkerStore
 from pdxfer.wire.version import Decoder, encode
@@ -128,15 +126,6 @@ class Settled(Fact, tag="settled", frozen=True):
 
 ToWorker = Welcome | Expect | Revoke | Forget | ToWorkerStore
 ToScheduler = WorkerReady | Listening | Landed | Fenced | Generation | Computed | Settled | ToSchedulerStore
-
-
-def socket_path(run_id: str) -> str:
-    """ipc address for one engine run; `run_id` is vLLM's engine id, unique a run."""
-    directory = Path(tempfile.gettempdir()) / f"pdxfer-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid() or directory.stat().st_mode & 0o077:
-        raise ConfigError(f"{directory} must belong to you and be closed to others: chmod 700 it, or set TMPDIR")
-    return f"ipc://{directory}/{run_id[-40:]}"
 
 
 class _Link:
@@ -253,6 +242,10 @@ class SchedulerEnd(_Link):
     def send(self, rank: int, message: ToWorker) -> None:
         """Send to one rank, in the same order as what is broadcast."""
         self._post([self._ranks[rank], encode(message)])
+
+    def _destroy(self) -> None:
+        super()._destroy()
+        Path(self._path.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _open(self) -> "zmq.Socket[bytes]":
         socket = self._socket(zmq.ROUTER)

@@ -88,7 +88,7 @@ class RouterSocket:
             self.close()
             raise ConfigError(
                 f"the router cannot listen on {endpoint}: {error.strerror}. "
-                "Choose another address with router.bind, or stop what uses this one"
+                "Choose another address with router.port or network.bind, or stop what uses this one"
             ) from error
         bound = self._socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
@@ -278,7 +278,7 @@ def _check_exposure(endpoint: str, security: ServerSecurity | None, allow_insecu
         return
     if not allow_insecure:
         raise ConfigError(
-            f"router.bind is {endpoint}, reachable from other machines, but no keys are set: make them with "
+            f"the router would listen on {endpoint}, for other machines too, but no keys are set: make them with "
             "`pdxfer keys new DIR` and set security.keys_dir on every host, or bind to 127.0.0.1"
         )
     log.warning(
