@@ -44,6 +44,24 @@ async def test_bfloat16_agrees_within_the_tolerance(logs: Path, prompts: Prompts
     assert max(worst.values()) <= BF16_TOLERANCE, worst
 
 
+async def test_codecs_on_the_wire(logs: Path, prompts: Prompts) -> None:
+    """KV that travels as lossless frames over tcp is the KV: as near to one engine as raw bytes are."""
+    worst = {}
+    sets = ("model.dtype=bfloat16", "transport.channels=[tcp]", "codec.wire=lossless")
+    with started(logs / "wire.log", *sets) as running:
+        for salt, length in enumerate((200, 257, 700, 1500, 3000)):
+            through, alone = await both(running.urls, prompts.ids(length, salt), f"wire-{salt}")
+            assert through.mode == "pair"
+            worst[length] = bf16_difference(through, alone)
+
+        async def has_counted() -> bool:
+            return await metric(running.urls.controller, "pdxfer_node_wire_frames_total") > 0
+
+        assert await until(has_counted)
+        assert await metric(running.urls.controller, "pdxfer_node_wire_saved_bytes_total") > 0
+    assert max(worst.values()) <= BF16_TOLERANCE, worst
+
+
 async def test_without_prefix_caching(logs: Path, prompts: Prompts) -> None:
     """Nothing is reused: every block comes over the wire, also the second time, and the tokens are right."""
     sets = ("model.dtype=float32", "engine.prefix_caching=false")
