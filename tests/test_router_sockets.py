@@ -198,8 +198,9 @@ def test_an_absent_router_is_told_once(caplog: pytest.LogCaptureFixture) -> None
     engine.close()
 
 
-def test_garbage_is_counted_and_the_router_lives() -> None:
-    """Random bytes, wrong versions, extra frames, oversized frames and plain TCP noise leave a working router."""
+def test_garbage_is_counted_and_the_router_lives(caplog: pytest.LogCaptureFixture) -> None:
+    """Random bytes, wrong versions, extra frames, oversized frames and plain TCP noise leave a working router, and one
+    line in its log for all of it."""
     with running() as server, pair_of_engines(server):
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
@@ -211,6 +212,7 @@ def test_garbage_is_counted_and_the_router_lives() -> None:
         dealer.send_multipart([b"a", b"b", b"c"])
         dealer.send(bytes(MAX_MESSAGE_BYTES + 1))
         wait_until(lambda: server.snapshot().refused.get("malformed", 0) == 8)
+        assert caplog.text.count("message dropped, from") == 1
         dealer.send(bytes(MAX_MESSAGE_BYTES + 100_000))
         with socket.create_connection(("127.0.0.1", int(server.endpoint.rpartition(":")[2]))) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")

@@ -249,7 +249,7 @@ class RouterServer:
             message = self._decoder.decode(payload)
         except ProtocolError as error:
             self._counts["malformed"] += 1
-            self._log_line("warning", f"message dropped, from {route[:80]!r}: {error}")
+            self._log_line("warning", f"message dropped, from {route[:80]!r}: {error}", kind="malformed")
             return
         event = Received(route, message, self._clock.wall())
         if beat := beats.pop(route, None):
@@ -314,13 +314,14 @@ class RouterServer:
         for listener in self.listeners:
             listener(record)
 
-    def _log_line(self, level: str, text: str) -> None:
-        now = self._clock.now()
-        if now - self._lines.get(text, -_SAME_LINE_S) < _SAME_LINE_S:
+    def _log_line(self, level: str, text: str, kind: str = "") -> None:
+        """Once in a while for each text, or for each `kind`, whose texts an attacker can vary."""
+        now, kind = self._clock.now(), kind or text
+        if now - self._lines.get(kind, -_SAME_LINE_S) < _SAME_LINE_S:
             return
         if len(self._lines) >= _LINES_REMEMBERED:
             self._lines.clear()
-        self._lines[text] = now
+        self._lines[kind] = now
         log.log(logging.WARNING if level == "warning" else logging.INFO, "%s", text)
 
     def _snapshot(self) -> Snapshot:
