@@ -2,14 +2,15 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+import random
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from router_kit import SmallEngine, wait_until
 from status_rig import serving
-from test_proxy_cluster import ANSWER, STREAM, cluster, text_of
+from test_proxy_cluster import STREAM, cluster, text_of
 
 from pdxfer.cli import main
 from pdxfer.cli.checks.live import in_both, look
@@ -19,6 +20,7 @@ from pdxfer.client.model import FlowRate
 from pdxfer.controller.board import Board, health
 from pdxfer.router.server import RouterServer
 from pdxfer.router.snapshot import TierView
+from pdxfer.testing.fake_model import next_words
 
 
 class _InProcess:
@@ -101,18 +103,31 @@ def test_no_controller_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-async def test_after_requests_and_aborts_on_fakes_everything_is_back() -> None:
-    """Real nodes, real bytes, a third of the clients leaving: the integrity check of the whole cluster is clean."""
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.full)])
+async def test_a_fifth_of_the_clients_leave_and_everything_is_back(count: int) -> None:
+    """Prompts of random length over real nodes and real bytes, clients that leave at random moments: the others are
+    answered right, and the integrity check of the whole cluster is clean."""
+    rng, num_left = random.Random(count), 0
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(cluster({"p0": "prefill", "d0": "decode"}))
 
         async def ask(number: int) -> None:
-            headers = {"X-Request-Id": f"q{number}"}
-            async with rig.http.post(rig.url + "/v1/completions", json=STREAM, headers=headers) as response:
-                if number % 3:
-                    assert text_of(await response.read()) == ANSWER
+            prompt = [rng.randrange(1000) for _ in range(rng.randint(1, 500))]
+            body = {**STREAM, "prompt": prompt}
+            async with rig.http.post(rig.url + "/v1/completions", json=body) as response:
+                assert text_of(await response.read()) == "".join(next_words(prompt, 6)), number
 
-        await asyncio.gather(*(ask(number) for number in range(12)))
+        async def leave(number: int) -> None:
+            nonlocal num_left
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rng.uniform(0, 0.1)):
+                    await ask(number)
+            num_left += 1
+
+        for first in range(0, count, 20):
+            async with asyncio.TaskGroup() as group:
+                for number in range(first, first + 20):
+                    group.create_task(leave(number) if number % 5 == 0 else ask(number))
         board = Board(rig.router)
         board.start()
         stack.callback(board.close)
@@ -120,3 +135,4 @@ async def test_after_requests_and_aborts_on_fakes_everything_is_back() -> None:
         await asyncio.to_thread(wait_until, lambda: not any(node.num_running for node in client.nodes()))
         report = await asyncio.to_thread(examine, client, 10.0)  # type: ignore[arg-type]
         assert report.clean and report.at_rest and report.num_engines == 2, report
+    assert num_left == count // 5
