@@ -168,7 +168,7 @@ async def test_malformed_bodies_are_400_in_openai_form(body: bytes) -> None:
 async def test_an_oversized_body_is_413() -> None:
     async with rig(settings={"max_body_bytes": 1000}) as r:
         status, body, _ = await r.post("/v1/completions", COMPLETION | {"prompt": "x" * 2000})
-        assert status == 413 and "proxy.max_body_bytes" in body["error"]["message"]
+        assert status == 413 and "proxy.max_body_mib" in body["error"]["message"]
         assert r.count("refused_total", reason="too_large") == 1
         assert (await r.post("/v1/completions", {"prompt": "short"}))[0] == 200
 
