@@ -71,6 +71,14 @@ class StoreEngine:
             time.sleep(0.05)
         pytest.fail("the engine outlived its launch")
 
+    async def outlive(self, ids: list[int]) -> None:
+        """Store a prompt of 1,500 tokens, kill everything, start again: it is loaded, and the answer is the same."""
+        first = await self.ask_and_store(ids, "over", 6)
+        self.kill()
+        self.start()
+        again = await self.ask(ids, "over")
+        assert (again.tokens, await self.hits()) == (first.tokens, 1408)
+
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
