@@ -38,8 +38,9 @@ if [ "$tier" != fast ] && ! command -v chromium >/dev/null; then
 fi
 if [ "$tier" != fast ] && ! { command -v redis-server && command -v memcached && command -v npm &&
   [ -e /usr/include/infiniband/verbs.h ]; } >/dev/null; then
-  stage "redis, memcached, npm, verbs headers (remote tiers)" sh -c 'apt-get update -q &&
-    apt-get install -y -q --no-install-recommends redis-server memcached nodejs npm gcc libc6-dev libibverbs-dev'
+  node=$(command -v npm >/dev/null || echo nodejs npm)  # other builds of Node.js bring npm and clash with Debian's
+  stage "redis, memcached, npm, verbs headers (remote tiers)" sh -c "apt-get update -q &&
+    apt-get install -y -q --no-install-recommends redis-server memcached $node gcc libc6-dev libibverbs-dev"
 fi
 if [ "$tier" != fast ]; then
   stage "InfiniStore and Azurite (remote tiers)" env PYTHON="$venv/bin/python" tests/servers/install.sh
