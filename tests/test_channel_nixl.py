@@ -75,8 +75,10 @@ class TestNixlChannel(ChannelSuite):
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each question drives all writes of the channel, so one that is not answered yet is enough."""
-        for block in (1, 2, 3):
-            self.channel.write(make_unit(self.prefill, [block], [block]))
+        with monkeypatch.context() as patch:
+            patch.setattr(self.channel._agent, "done", lambda handle: False)
+            for block in (1, 2, 3):
+                self.channel.write(make_unit(self.prefill, [block], [block]))
         first, second, third = (handle for handle, _ in self.channel._posted)
         asked: list[object] = []
         done = {first}
@@ -88,6 +90,19 @@ class TestNixlChannel(ChannelSuite):
         assert [handle for handle, _ in self.channel._posted] == [second, third]
         until(lambda: self.channel.poll(0.1) and not self.channel._posted, "the writes to end")
         until(lambda: self.channel._agent.done(first), "the write that was only said to be done")
+
+    def test_a_write_reports_those_before_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A write's note leaves when it is seen to be done; the receiver need not wait for the sender's next poll."""
+        self.decode.sink.grants["t-1", 0] = [1, 2]
+        first = make_unit(self.prefill, [1], [1])
+        self.channel.write(first)
+        until(lambda: self.channel._agent.done(self.channel._posted[0][0]), "the first write to be done")
+        with monkeypatch.context() as patch:
+            patch.setattr(self.channel._agent, "done", lambda handle: True)
+            self.channel.write(make_unit(self.prefill, [2], [2]))
+        assert len(self.channel._posted) == 1
+        until(lambda: first.header in self.decode.sink.events, "the first unit to be announced")
+        assert self.channel.poll(10.0)[0].header == first.header
 
     def test_a_peer_on_this_host_is_turned_down_if_ucx_may_use_what_cannot_be_fenced(
         self, monkeypatch: pytest.MonkeyPatch

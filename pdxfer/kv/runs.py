@@ -19,11 +19,11 @@ def block_runs(layout: KvLayout, block_ids: list[int], first_layer: int, num_lay
 
     Raises ValueError for ids or layers outside the layout (ours or a peer's fault, never followed).
     """
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if ids.size == 0 or num_layers <= 0:
+    if not block_ids or num_layers <= 0:
         return np.empty((0, 2), dtype=np.int64)
-    if ids.min() < 0 or ids.max() >= layout.num_blocks:
-        raise ValueError(f"block ids {ids.min()}..{ids.max()} outside a pool of {layout.num_blocks} blocks")
+    if min(block_ids) < 0 or max(block_ids) >= layout.num_blocks:
+        raise ValueError(f"block ids {min(block_ids)}..{max(block_ids)} outside a pool of {layout.num_blocks} blocks")
+    ids = np.array(block_ids, dtype=np.int64)
     if first_layer < 0 or first_layer + num_layers > layout.num_layers:
         raise ValueError(f"layers {first_layer}+{num_layers} outside {layout.num_layers} layers")
     layers = np.asarray(layout.layer_offsets[first_layer : first_layer + num_layers], dtype=np.int64)
@@ -33,7 +33,12 @@ def block_runs(layout: KvLayout, block_ids: list[int], first_layer: int, num_lay
 
 def merge(starts: npt.NDArray[np.int64], length: int) -> Runs:
     """Merge equal-length ranges that follow each other without a gap, keeping their order."""
-    heads = np.flatnonzero(np.concatenate(([True], np.diff(starts) != length)))
+    joined = starts[1:] - starts[:-1] == length
+    if not joined.any():  # the usual case, and a sender's time counts
+        runs = np.empty((starts.size, 2), dtype=np.int64)
+        runs[:, 0], runs[:, 1] = starts, length
+        return runs
+    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
     counts = np.diff(np.append(heads, starts.size))
     return np.stack((starts[heads], counts * length), axis=1)
 

@@ -249,13 +249,13 @@ def descriptors(layout: KvLayout) -> npt.NDArray[np.uint64]:
 
 def indices(layout: KvLayout, blocks: list[int], first_layer: int, num_layers: int) -> npt.NDArray[np.int32]:
     """Rows of `descriptors` that hold these blocks in these layers, in canonical order. Raises ValueError."""
-    ids = np.asarray(blocks, dtype=np.int32)
-    if ids.size == 0 or ids.min() < 0 or ids.max() >= layout.num_blocks:
+    if not blocks or min(blocks) < 0 or max(blocks) >= layout.num_blocks:
         raise ValueError(f"block ids {blocks[:4]}... are not all within a pool of {layout.num_blocks} blocks")
     if first_layer < 0 or first_layer + num_layers > layout.num_layers:
         raise ValueError(f"layers {first_layer}+{num_layers} outside {layout.num_layers} layers")
-    layers = np.arange(first_layer, first_layer + num_layers, dtype=np.int32) * np.int32(layout.num_blocks)
-    return (layers[:, None] + ids[None, :]).reshape(-1)
+    step = layout.num_blocks
+    layers = np.arange(first_layer * step, (first_layer + num_layers) * step, step, dtype=np.int32)
+    return np.add.outer(layers, np.array(blocks, dtype=np.int32)).reshape(-1)
 
 
 def _on_unpinned_thread(make: Callable[[], T]) -> T:

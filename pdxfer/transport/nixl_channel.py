@@ -81,9 +81,13 @@ class NixlChannel:
         """Answers are expected: the endpoint looks often."""
         return not self._dead and (self._keys is None or bool(self._posted))
 
-    def answers_due(self, now: float, within_s: float) -> bool:
-        """Nothing is posted any more, but something was a moment ago: the peer may have something to say."""
-        return not self._dead and not self._posted and now - self._moved_at < within_s
+    @property
+    def moved_at(self) -> float:
+        """When something was last written or told, and nothing is posted any more: the peer may have something to say.
+
+        0 otherwise.
+        """
+        return 0.0 if self._dead or self._posted else self._moved_at
 
     # ---- called by the sender thread -------------------------------------------------------------------------------
 
@@ -105,8 +109,11 @@ class NixlChannel:
             self._check()
 
     def write(self, unit: OutgoingUnit) -> None:
-        """Posts the unit. Raises ValueError for blocks outside either pool."""
-        self._check()
+        """Posts the unit, and drives those before it: their notes leave when they are seen to be done.
+
+        Raises ValueError for blocks outside either pool.
+        """
+        self._collect()
         assert self._keys is not None
         header = unit.header
         source = indices(self._mine, unit.source_blocks, header.first_layer, header.num_layers)
