@@ -21,7 +21,7 @@ class Figures:
     """One arm's."""
 
     latencies_s: dict[str, list[float]] = field(default_factory=dict)
-    """longdoc, chat, and their `_store` passes: request to last token."""
+    """longdoc, chat, even chat, and their storing passes: request to last token."""
     batch_s: float = 0.0
     num_batch: int = 0
     long_s: list[float] = field(default_factory=list)
@@ -60,8 +60,9 @@ async def workload(engine: Engine, work: Workloads) -> Figures:
     for name, first, then in (
         ("longdoc", work.longdoc_store, work.longdoc),
         ("chat", work.chat_store, work.chat),
+        ("even chat", work.even_store, work.even),
     ):
-        figures.latencies_s[f"{name}_store"] = await _each(engine, first)
+        figures.latencies_s[f"{name}, storing"] = await _each(engine, first)
         figures.latencies_s[name] = await _each(engine, then)
         say(f"  {engine.name}: {name} done")
     await engine.ask(work.batch_store)

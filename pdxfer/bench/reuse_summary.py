@@ -19,6 +19,7 @@ def summary(arms: Mapping[str, Figures], misses: MissOnly | None) -> dict[str, V
         "miss_only_ttft": _ratio(misses.stored_s, misses.plain_s) if misses else None,
         "longdoc_speedup": _ratio(none.latencies_s.get("longdoc", ()), dram.latencies_s.get("longdoc", ())),
         "multiturn_speedup": _ratio(none.latencies_s.get("chat", ()), dram.latencies_s.get("chat", ())),
+        "multiturn_even_speedup": _ratio(none.latencies_s.get("even chat", ()), dram.latencies_s.get("even chat", ())),
         "batch_speedup": round(none.batch_s / dram.batch_s, _DIGITS) if none.batch_s and dram.batch_s else None,
     }
 
