@@ -206,6 +206,17 @@ def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
     assert f"router cannot listen on 127.0.0.1:{port} (controller.port): the port is taken by" in errors[0]
 
 
+@pytest.mark.parametrize(("role", "key"), [("router", "router.port"), ("proxy", "proxy.port")])
+def test_a_taken_port_of_one_process_is_the_same(role: str, key: str) -> None:
+    """Whoever notices it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = pdxfer("launch", "--role", role, "--set", f"{key}={port}", "--set", "controller.port=0")
+    assert done.returncode == 1
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert f":{port}: " in line and "ddress already in use" in line and key in line
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_at_start_is_one_line_and_exit_code_1() -> None:
     """With its own last error, and everything else taken down."""

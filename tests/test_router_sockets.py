@@ -14,7 +14,7 @@ import zmq
 from router_kit import SmallEngine, make_pair, wait_until
 
 from pdxfer.core.clock import SystemClock
-from pdxfer.core.errors import ConfigError, UnreachableError
+from pdxfer.core.errors import ConfigError, ListenError, UnreachableError
 from pdxfer.router.client import MemberClient, ProxyClient
 from pdxfer.router.events import Received
 from pdxfer.router.server import RouterServer, RouterSettings
@@ -247,7 +247,7 @@ def test_a_silent_engine_is_suspect_and_then_back() -> None:
 def test_a_port_in_use_is_one_clear_error() -> None:
     """Two routers on one port: the second says which address and what to do."""
     with running() as server:
-        with pytest.raises(ConfigError, match="cannot listen on .*router.port"):
+        with pytest.raises(ListenError, match="cannot listen on .*router.port"):
             RouterServer(RouterSettings(bind=server.endpoint)).start()
 
 

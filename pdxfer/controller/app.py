@@ -17,7 +17,7 @@ import uvicorn
 from pdxfer.controller.board import Board
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
-from pdxfer.core.errors import ConfigError, CutOffError
+from pdxfer.core.errors import CutOffError, ListenError
 from pdxfer.metrics.spans import Spans
 from pdxfer.router.server import RouterServer
 from pdxfer.router.settings import RouterSettings
@@ -36,8 +36,8 @@ OnListening = Callable[[str, int], None]
 
 
 def serve(router: RouterSettings, controller: ControllerSettings, on_listening: OnListening | None = None) -> None:
-    """Run both until SIGTERM or SIGINT. Blocks; main thread only. Raises ConfigError for bad keys or taken ports, and
-    CutOffError if transfers were left."""
+    """Run both until SIGTERM or SIGINT. Blocks; main thread only. Raises ConfigError for bad keys, ListenError for
+    taken ports, CutOffError if transfers were left."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     security = load_server_security(router.keys_dir) if router.keys_dir is not None else None
     spans = Spans("router", router.otlp_endpoint) if router.otlp_endpoint else None
@@ -114,7 +114,7 @@ def _listen(settings: ControllerSettings) -> socket.socket:
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=128)
     except OSError as error:
-        raise ConfigError(
+        raise ListenError(
             f"the controller cannot listen on {settings.host}:{settings.port}: {error.strerror}. "
             "Choose another port with controller.port, or stop what uses this one"
         ) from error

@@ -17,6 +17,10 @@ class UnreachableError(PdxferError):
     """The other side did not answer; it may later. Exit code 3 in the CLI."""
 
 
+class ListenError(PdxferError):
+    """An address cannot be listened on: taken, or not one of this host. Exit code 1 in the CLI."""
+
+
 class CutOffError(PdxferError):
     """A process left before what ran in it had ended, because it was told to or its time was up. Exit code 1."""
 

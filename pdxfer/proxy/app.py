@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
-from pdxfer.core.errors import ConfigError, CutOffError
+from pdxfer.core.errors import CutOffError, ListenError
 from pdxfer.metrics.catalog import MetricSet
 from pdxfer.metrics.exporter import CONTENT_TYPE, render
 from pdxfer.metrics.tracing import Tracer
@@ -59,7 +59,7 @@ class Proxy:
         return self._admission.in_flight
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address cannot be had, or the router's is none."""
+        """Listen. Raises ListenError if the address cannot be had, ConfigError if the router's is none."""
         settings = self._settings
         self._pairer = self._make_pairer(self._on_notice)
         await self._pairer.start()  # first: if it refuses the router's address, nothing else is open
@@ -230,7 +230,7 @@ class Proxy:
             await site.start()
         except OSError as error:
             await self.stop()
-            raise ConfigError(
+            raise ListenError(
                 f"the proxy cannot listen on {self._settings.host}:{self._settings.port}: {error.strerror or error}. "
                 "Choose another proxy.port, or stop what uses this one"
             ) from error
@@ -256,8 +256,8 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def serve(settings: ProxySettings) -> None:
-    """Run one proxy until SIGTERM; a second signal does not wait for running requests. Raises ConfigError, and
-    CutOffError if requests were cut off."""
+    """Run one proxy until SIGTERM; a second signal does not wait for running requests. Raises ConfigError,
+    ListenError, and CutOffError if requests were cut off."""
     security = load_client_security(settings.keys_dir) if settings.keys_dir else None
 
     def make_pairer(on_message: OnMessage) -> Pairer:

@@ -15,7 +15,7 @@ import msgspec
 from pdxfer.codec.form import PackedForm
 from pdxfer.codec.registry import Codecs
 from pdxfer.config.store import CodecConfig, StoreConfig
-from pdxfer.core.errors import ConfigError
+from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.core.ids import is_engine_id
 from pdxfer.core.logs import setup_logging
 from pdxfer.kv.pack import Packing
@@ -39,14 +39,14 @@ CHUNK_TOKENS = 256
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM. Exit code 2 for settings that cannot work."""
+    """Run until SIGTERM. Exit code 2 for settings that cannot work, 1 for a port that is taken."""
     options = _parser().parse_args(argv)
     setup_logging(options.log_level)
     try:
         asyncio.run(serve(options))
-    except ConfigError as error:
+    except (ConfigError, ListenError) as error:
         print(f"fake engine {options.engine_id}: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -77,7 +77,7 @@ async def serve(options: argparse.Namespace) -> None:
             log.info("fake %s engine %s on %s, router %s", options.role, options.engine_id, url, options.router)
             await stop.wait()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from error
+        raise ListenError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from error
     finally:
         await member.close()
 

@@ -14,7 +14,7 @@ from enum import Enum
 import zmq
 from zmq.utils import z85
 
-from pdxfer.core.errors import ConfigError
+from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.wire.keys import ClientSecurity, ServerSecurity
 from pdxfer.wire.version import MAX_MESSAGE_BYTES
 
@@ -86,7 +86,7 @@ class RouterSocket:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(
+            raise ListenError(
                 f"the router cannot listen on {endpoint}: {error.strerror}. "
                 "Choose another address with router.port or network.bind, or stop what uses this one"
             ) from error
