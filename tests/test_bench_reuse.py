@@ -9,7 +9,7 @@ from pdxfer.bench.reuse import parse
 from pdxfer.bench.reuse_arms import ARMS, Place, make_arm
 from pdxfer.bench.reuse_measure import Figures, MissOnly, drop_page_cache
 from pdxfer.bench.reuse_summary import rows, summary
-from pdxfer.bench.reuse_work import LONG_TOKENS, QUICK, Counts, Workloads, workloads
+from pdxfer.bench.reuse_work import FRESH_TOKENS, QUICK, Counts, Workloads, workloads
 from pdxfer.bench.texts import Prompts
 from pdxfer.core.errors import ConfigError
 
@@ -61,9 +61,9 @@ def test_a_batch_shares_two_thousand_tokens(full: Workloads) -> None:
 
 def test_new_prompts_share_no_first_block_with_anything_that_was_asked(full: Workloads) -> None:
     asked = [*full.longdoc_store, *full.chat_store, *full.even_store, full.batch_store, *full.long, *full.equal]
-    heads = [tuple(prompt[:128]) for prompt in [*asked, *full.fresh]]
+    heads = [tuple(prompt[:128]) for prompt in [*asked, *full.fresh, *sum(full.bursts, [])]]
     assert len(set(heads)) == len(heads)
-    assert {len(prompt) for prompt in full.fresh} == {LONG_TOKENS} and len(full.fresh) == 20
+    assert {len(prompt) for prompt in full.fresh} == {FRESH_TOKENS} and len(full.fresh) == len(full.bursts) == 40
 
 
 def test_speed_ups_are_of_memory_over_no_cache_and_what_was_not_measured_is_none() -> None:
@@ -76,9 +76,16 @@ def test_speed_ups_are_of_memory_over_no_cache_and_what_was_not_measured_is_none
     dram = Figures(
         latencies_s={"longdoc": [1.0, 3.0], "chat": [1.5], "even chat": [2.0]}, batch_s=20.0, num_batch=64, long_s=[0.4]
     )
-    found = summary({"none": none, "dram": dram}, MissOnly(plain_s=[10.0], stored_s=[10.1]))
+    found = summary(
+        {"none": none, "dram": dram},
+        MissOnly(
+            plain_s=[10.0, 20.0] * 10, stored_s=[10.1, 20.2] * 10, plain_burst_s=[5.0] * 20, stored_burst_s=[5.5] * 20
+        ),
+    )
     assert found == {
-        "warm_dram_3500": 0.04, "warm_disk_3500": None, "vs_lmcache_mp": None, "miss_only_ttft": 1.01,
+        "warm_dram_3500": 0.04, "warm_disk_3500": None, "vs_lmcache_mp": None, 
+        "miss_only_ttft": 1.01, "miss_only_ttft_interval": "1.010..1.010", "miss_only_ttft_verdict": "passed",
+        "miss_only_burst": 1.1, "miss_only_burst_interval": "1.100..1.100", "miss_only_burst_verdict": "failed",
         "longdoc_speedup": 4.0, "multiturn_speedup": 4.0, "multiturn_even_speedup": 2.0, "batch_speedup": 5.0,
     }  # fmt: skip
     lines = rows({"none": none}, None)

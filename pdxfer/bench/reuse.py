@@ -143,7 +143,7 @@ async def _misses(options: Options, work: Workloads, folder: Path) -> MissOnly:
             for engine in engines:
                 await engine.ask(work.equal[0])
                 await engine.ask(work.long[0])
-            return await miss_only(*engines, work.fresh)
+            return await miss_only(*engines, work)
 
     return await with_arm(both, options.out / "logs", run)
 

@@ -94,22 +94,32 @@ async def warm(engine: Engine, prompts: Sequence[list[int]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissOnly:
-    """Prompts that nobody has seen, by turns to a plain engine and to one with the store."""
+    """What prompts that nobody has seen take: a plain engine's, and one's with the store, pair by pair."""
 
-    plain_s: list[float]
-    stored_s: list[float]
+    plain_s: list[float] = field(default_factory=list)
+    """To the first token of one prompt."""
+    stored_s: list[float] = field(default_factory=list)
+    plain_burst_s: list[float] = field(default_factory=list)
+    """To the last token of several at once."""
+    stored_burst_s: list[float] = field(default_factory=list)
 
 
-async def miss_only(plain: Engine, stored: Engine, prompts: Sequence[list[int]]) -> MissOnly:
-    """Times to first token; both engines are up and one computes at a time, first the one, then the other."""
-    plain_s: list[float] = []
-    stored_s: list[float] = []
-    for place, (one, two) in enumerate(zip(prompts[::2], prompts[1::2], strict=True)):
-        order = [(plain, plain_s, one), (stored, stored_s, two)]
-        for engine, times, prompt in order if place % 2 else reversed(order):
-            times.append((await engine.ask(prompt)).ttft_s)
+async def miss_only(plain: Engine, stored: Engine, work: Workloads) -> MissOnly:
+    """Both engines are up and one computes at a time, first the one, then the other."""
+    found = MissOnly()
+    for place in range(0, len(work.fresh), 2):
+        turns = [
+            (plain, found.plain_s, found.plain_burst_s, place),
+            (stored, found.stored_s, found.stored_burst_s, place + 1),
+        ]
+        for engine, first_s, burst_s, index in turns if place % 4 else reversed(turns):
+            first_s.append((await engine.ask(work.fresh[index])).ttft_s)
             await asyncio.sleep(SETTLE_S)
-    return MissOnly(plain_s=plain_s, stored_s=stored_s)
+            began = time.perf_counter()
+            await asyncio.gather(*(engine.ask(prompt) for prompt in work.bursts[index]))
+            burst_s.append(time.perf_counter() - began)
+            await asyncio.sleep(SETTLE_S)
+    return found
 
 
 async def count_equal(engine: Engine, prompts: Sequence[list[int]]) -> int:

@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from pdxfer.bench.report import Value
 from pdxfer.bench.reuse_measure import Figures, MissOnly
+from pdxfer.bench.reuse_work import BURST
+from pdxfer.bench.verdict import interval, verdict
 
 _DIGITS = 4
+_MISS_BAR = 1.03
+_MISS_KEYS = tuple(f"miss_only_{what}{kind}" for what in ("ttft", "burst") for kind in ("", "_interval", "_verdict"))
 
 
 def summary(arms: Mapping[str, Figures], misses: MissOnly | None) -> dict[str, Value]:
@@ -16,7 +20,7 @@ def summary(arms: Mapping[str, Figures], misses: MissOnly | None) -> dict[str, V
         "warm_dram_3500": _ratio(dram.long_s, none.long_s),
         "warm_disk_3500": _ratio(disk.long_s, none.long_s),
         "vs_lmcache_mp": _ratio(dram.long_s, arms["lmcache-mp"].long_s) if "lmcache-mp" in arms else None,
-        "miss_only_ttft": _ratio(misses.stored_s, misses.plain_s) if misses else None,
+        **(_misses(misses) if misses else dict.fromkeys(_MISS_KEYS)),
         "longdoc_speedup": _ratio(none.latencies_s.get("longdoc", ()), dram.latencies_s.get("longdoc", ())),
         "multiturn_speedup": _ratio(none.latencies_s.get("chat", ()), dram.latencies_s.get("chat", ())),
         "multiturn_even_speedup": _ratio(none.latencies_s.get("even chat", ()), dram.latencies_s.get("even chat", ())),
@@ -37,8 +41,25 @@ def rows(arms: Mapping[str, Figures], misses: MissOnly | None) -> list[dict[str,
              "requests_per_s": rate, "tokens_loaded": figures.loaded_tokens}
         )  # fmt: skip
     if misses is not None:
-        found.append(_row("none", "new long prompt, first token", misses.plain_s))
-        found.append(_row("dram", "new long prompt, first token", misses.stored_s))
+        found.append(_row("none", "new prompt, first token", misses.plain_s))
+        found.append(_row("dram", "new prompt, first token", misses.stored_s))
+        found.append(_row("none", f"{BURST} new prompts at once", misses.plain_burst_s))
+        found.append(_row("dram", f"{BURST} new prompts at once", misses.stored_burst_s))
+    return found
+
+
+def _misses(misses: MissOnly) -> dict[str, Value]:
+    """Medians of the pairs' ratios, their bootstrap intervals, and whether 3 % are kept."""
+    found: dict[str, Value] = {}
+    for what, ours, theirs in (
+        ("ttft", misses.stored_s, misses.plain_s),
+        ("burst", misses.stored_burst_s, misses.plain_burst_s),
+    ):
+        ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+        around = interval(ratios)
+        found[f"miss_only_{what}"] = round(statistics.median(ratios), _DIGITS)
+        found[f"miss_only_{what}_interval"] = f"{around.low:.3f}..{around.high:.3f}"
+        found[f"miss_only_{what}_verdict"] = verdict(ratios, _MISS_BAR)
     return found
 
 

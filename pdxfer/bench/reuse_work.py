@@ -18,9 +18,10 @@ DOC_TOKENS, QUESTION_TOKENS = 3000, 24
 OPENING_TOKENS, TURN_TOKENS, EVEN_TURN_TOKENS = 2200, 160, 500
 PREFIX_TOKENS, OWN_TOKENS = 2000, 50
 LONG_TOKENS = 3500
+FRESH_TOKENS, BURST_TOKENS, BURST = 1000, 500, 4
 NUM_NEW_TOKENS = 16
-_DOC_SALT, _CHAT_SALT, _BATCH_SALT, _LONG_SALT, _QUESTION_SALT, _EVEN_SALT = (
-    11_000, 12_000, 13_000, 14_000, 15_000, 16_000,
+_DOC_SALT, _CHAT_SALT, _BATCH_SALT, _LONG_SALT, _QUESTION_SALT, _EVEN_SALT, _FRESH_SALT, _BURST_SALT = (
+    11_000, 12_000, 13_000, 14_000, 15_000, 16_000, 17_000, 18_000,
 )  # fmt: skip
 
 
@@ -38,11 +39,13 @@ class Counts:
     batch: int = 64
     long: int = 5
     """Prompts of LONG_TOKENS whose time to first token is measured."""
+    fresh: int = 20
+    """Pairs of new prompts, and of bursts of new prompts, for two engines."""
     equal: int = 12
     """Prompts of the float32 pass."""
 
 
-QUICK = Counts(docs=2, questions=2, conversations=2, even=1, turns=3, batch=8, long=2, equal=3)
+QUICK = Counts(docs=2, questions=2, conversations=2, even=1, turns=3, batch=8, long=2, fresh=2, equal=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,9 @@ class Workloads:
     batch: Sequence[list[int]]
     long: Sequence[list[int]]
     fresh: Sequence[list[int]]
-    """Prompts that nobody has seen, twice as many: half for each of two engines."""
+    """Prompts that nobody has seen, half for each of two engines."""
+    bursts: Sequence[list[list[int]]]
+    """Likewise, several to be asked at once."""
     equal: Sequence[list[int]]
 
 
@@ -86,6 +91,10 @@ def workloads(prompts: Prompts, counts: Counts) -> Workloads:
         batch_store=prefix,
         batch=[[*prefix, *tail] for tail in own],
         long=[prompts.ids(LONG_TOKENS, _LONG_SALT + i) for i in range(counts.long)],
-        fresh=[prompts.ids(LONG_TOKENS, _LONG_SALT + 500 + i) for i in range(4 * counts.long)],
+        fresh=[prompts.ids(FRESH_TOKENS, _FRESH_SALT + i) for i in range(2 * counts.fresh)],
+        bursts=[
+            [prompts.ids(BURST_TOKENS, _BURST_SALT + BURST * i + j) for j in range(BURST)]
+            for i in range(2 * counts.fresh)
+        ],
         equal=[prompts.ids(130 + 97 * i, _LONG_SALT + 900 + i) for i in range(counts.equal)],
     )
