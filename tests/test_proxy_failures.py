@@ -13,6 +13,8 @@ from proxy_rig import MODEL, Rig, rig
 
 from pdxfer.core.errors import CutOffError
 from pdxfer.proxy.app import run
+from pdxfer.proxy.body import JsonObject
+from pdxfer.proxy.errors import ApiError
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_pairer import FakePairer
@@ -53,6 +55,22 @@ async def test_a_failing_prefill_leg_is_told_to_the_router_and_the_request_succe
         assert failed.transfer_id == r.pairer.pairings[0].transfer_id
         assert r.count("leg_failures_total", leg="prefill", kind=kind) == 1
         assert r.count("retries_total") == 0
+
+
+async def test_a_body_that_cannot_be_sent_on_releases_its_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested so deep that it was just read, and cannot be written: found when the router has given the pairing."""
+
+    def refuse(body: JsonObject) -> bytes:
+        raise ApiError(400, "maximum recursion depth exceeded", code="invalid_json")
+
+    monkeypatch.setattr("pdxfer.proxy.legs.encode", refuse)
+    async with rig() as r:
+        status, body, _ = await r.post("/v1/completions", COMPLETION)
+        assert (status, body["error"]["code"]) == (400, "invalid_json")
+        [pairing] = r.pairer.pairings
+        [release] = r.pairer.sent
+        assert isinstance(release, Release) and release.transfer_id == pairing.transfer_id
+        assert not r.prefill.counts.seen and not r.decode.counts.seen
 
 
 async def test_a_prefill_engine_that_is_not_there_is_told_to_the_router() -> None:

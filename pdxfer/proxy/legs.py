@@ -2,7 +2,7 @@
 
 If the prefill leg fails, the router hears of it, so that decode stops waiting: it computes the prompt itself, or has
 the router send the leg to another engine (Redispatch). The decode leg's response is what the client gets. Leaving the
-block aborts whatever still runs and releases the pairing, always.
+block aborts whatever still runs and releases the pairing, always; so what may fail is done inside it.
 """
 
 import asyncio
@@ -49,7 +49,6 @@ class Legs:
         self._deadline = deadline
         self._transfer_deadline = min(deadline, now + transfer_timeout_s)
         self._parsed, self._tenant, self._traceparent = parsed, tenant, traceparent
-        self._decode_body = encode(decode_body(parsed, self._transfer()))
         self._prefill = Attempts(pairing.transfer_id, self._run_prefill, self._prefill_failed)
         self._live = live if live is not None else {}
         self._response: aiohttp.ClientResponse | None = None
@@ -65,9 +64,10 @@ class Legs:
         return self._prefill.begin(message.epoch, message.prefill)
 
     async def decode(self) -> aiohttp.ClientResponse:
-        """Status and headers of the decode leg. Raises LegError. The response is closed with the block."""
-        url = self._pairing.decode.url + self._path
-        self._response = await self._engines.send("POST", url, self._decode_body, self._headers, self._deadline)
+        """Status and headers of the decode leg. Raises LegError, or ApiError for a body that cannot be sent on. The
+        response is closed with the block."""
+        url, data = self._pairing.decode.url + self._path, encode(decode_body(self._parsed, self._transfer()))
+        self._response = await self._engines.send("POST", url, data, self._headers, self._deadline)
         return self._response
 
     def decode_failed(self, error: LegError) -> None:
