@@ -18,13 +18,22 @@ _END = b"\n\n"
 _DATA = b"data: "
 _DEFAULT_MAX_TOKENS = 16
 """vLLM's, for completions."""
+# The next two were made by going through every field of vLLM 0.32's CompletionRequest and ChatCompletionRequest. The
+# rest are named in tests/test_proxy_replay.py, which notices when vLLM gets a new one.
 _SHAPED = (
     "stop", "stop_token_ids", "tools", "response_format", "structured_outputs", "return_token_ids", "min_tokens",
-    "continue_final_message", "stream_interval",
+    "continue_final_message", "stream_interval", "bad_words", "repetition_detection", "suffix", "vllm_xargs",
+    "ec_transfer_params",
 )  # fmt: skip
-"""With these a continuation could differ from what one engine would have said: their state is lost with it."""
-_PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-"""They count the output's tokens, which are prompt for the second engine."""
+"""With these a continuation could differ from what one engine would have said: their state is lost with it, they mean
+something else for a prompt that holds the text, or (xargs) only a plug-in knows."""
+_NEUTRAL = {
+    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "thinking_token_budget": -1,
+    "truncate_prompt_tokens": None, "include_reasoning": True, "add_generation_prompt": True,
+}  # fmt: skip
+"""The same, for what is harmless with one value. Penalties and budget count the output's tokens, which are prompt for
+the second engine; truncation would drop others; hidden reasoning is not in the text; and without a generation prompt
+the text was no assistant's message."""
 
 
 class CannotContinue(Exception):
@@ -41,9 +50,11 @@ def refusal(parsed: Parsed) -> str:
     for name in _SHAPED:
         if body.get(name):
             return name
-    for name, neutral in _PENALTIES.items():
+    for name, neutral in _NEUTRAL.items():
         if body.get(name) not in (None, neutral):
             return name
+    if body.get("logprobs") is not None and body["logprobs"] is not False:
+        return "logprobs"  # 0 asks for them, too; their offsets begin anew, tokens without text would come twice
     if body.get("seed") is not None and body.get("temperature") != 0:
         return "seed"
     return ""
@@ -107,8 +118,8 @@ class Sent:
 def continuation(parsed: Parsed, text: str, tokens: list[int]) -> JsonObject:
     """The body that asks for what follows `text` (`tokens`: the same, as ids). Raises CannotContinue."""
     body = dict(parsed.json)
-    if parsed.endpoint == "completions":
-        body.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
+    if parsed.endpoint == "completions" and body.get("max_tokens") is None:
+        body["max_tokens"] = _DEFAULT_MAX_TOKENS
     for name in ("max_tokens", "max_completion_tokens"):
         limit = body.get(name)
         if isinstance(limit, int):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from pdxfer.metrics.catalog import MetricSet
 from pdxfer.proxy import body
-from pdxfer.proxy.body import Parsed
+from pdxfer.proxy.body import JsonObject, Parsed
 from pdxfer.proxy.engine_http import EngineHttp, chunks
 from pdxfer.proxy.errors import ApiError
 from pdxfer.proxy.exchange import Exchange
@@ -47,7 +47,7 @@ class Resumer:
         base = await self._other(exchange, parsed)
         tokens = await self._http.tokenize(base, parsed.model, account.text, exchange.headers, exchange.deadline)
         log.warning("%s: decode lost after %d tokens, %s goes on", exchange.entry.request_id, len(tokens), base)
-        url, data = base + exchange.request.path, body.encode(continuation(parsed, account.text, tokens))
+        url, data = base + exchange.request.path, _encoded(continuation(parsed, account.text, tokens))
         response = await self._http.send("POST", url, data, exchange.headers, exchange.deadline)
         try:
             if response.status != 200:
@@ -67,3 +67,11 @@ class Resumer:
         if route.decode.engine_id in exchange.avoid:
             raise CannotContinue(f"there is no decode engine but {route.decode.engine_id}")
         return route.decode.url
+
+
+def _encoded(asked: JsonObject) -> bytes:
+    """Bytes to send. Raises CannotContinue: the client has its status, and part of its stream."""
+    try:
+        return body.encode(asked)
+    except ApiError as error:
+        raise CannotContinue(error.message) from error
