@@ -145,7 +145,8 @@ class ProxyConfig(Section, frozen=True):
     aliases: dict[str, str] = field(default_factory=dict)
     """Model name clients may use → name the engines serve."""
     passthrough: list[str] = field(default_factory=list)
-    """Further paths that go to a decode engine as they are; a trailing * matches any rest."""
+    """Further paths that go to a decode engine as they are, except that JSON loses kv_transfer_params and gets its
+    tenant's cache_salt; a trailing * matches any rest."""
     max_in_flight: Count = 1024
     """Admitted requests; more are answered 429."""
     max_body_mib: Annotated[float, Meta(gt=0)] = 32.0

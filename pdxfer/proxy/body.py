@@ -48,12 +48,7 @@ class Parsed:
 
 def decode_object(data: bytes) -> JsonObject:
     """The JSON object in `data`. Raises ApiError 400."""
-    try:
-        value = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(
-            400, f"the request body is not JSON ({error}); send a JSON object as UTF-8", code="invalid_json"
-        ) from error
+    value = _decoded(data)
     if not isinstance(value, dict):
         raise ApiError(
             400, f"the request body is {_kind(value)}; send a JSON object with named fields", code="invalid_json"
@@ -72,7 +67,7 @@ def encode(body: JsonObject) -> bytes:
 def parse(endpoint: Endpoint, data: bytes, resolve: Callable[[str], str]) -> Parsed:
     """Check a body; `resolve` maps a model alias to the served name. Raises ApiError 400 naming field and fix."""
     body = decode_object(data)
-    body.pop(_KV, None)
+    drop_transfer(body)
     model = take_model(body, resolve)
     _check(body, "stream", bool, "true or false")
     for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
@@ -100,6 +95,19 @@ def take_model(body: JsonObject, resolve: Callable[[str], str]) -> str:
     return model
 
 
+def drop_transfer(body: JsonObject) -> bool:
+    """Take out a client's kv_transfer_params: transfers are ours to drive. True: there were some.
+
+    Engines read them at the top, in vllm_xargs, and for /inference/v1/generate in sampling_params.extra_args.
+    """
+    sampling = body.get("sampling_params")
+    places = (body, body.get("vllm_xargs"), sampling.get("extra_args") if isinstance(sampling, dict) else None)
+    found = [place for place in places if isinstance(place, dict) and _KV in place]
+    for place in found:
+        del place[_KV]
+    return bool(found)
+
+
 def keep_apart(body: JsonObject, tenant: str) -> None:
     """Give each tenant prefixes of its own: nobody can find out, by a hit or its timing, what another has asked.
 
@@ -109,6 +117,25 @@ def keep_apart(body: JsonObject, tenant: str) -> None:
         salt = body.get("cache_salt")
         given = salt if isinstance(salt, str) else ""
         body["cache_salt"] = blake3(f"{len(tenant)}:{tenant}{given}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def is_json(content_type: str) -> bool:
+    """Whether an engine may read a body of this Content-Type as JSON: what FastAPI takes for it, and a little more."""
+    subtype = content_type.partition(";")[0].strip().lower().rpartition("/")[2]
+    return subtype == "json" or subtype.endswith("+json")
+
+
+def guarded(data: bytes, tenant: str) -> bytes:
+    """JSON for a path whose requests we do not know: an object has no kv_transfer_params and its tenant's salt.
+
+    As it came where that changes nothing. Raises ApiError 400 for what cannot be read: an engine might be able to.
+    """
+    value = _decoded(data)
+    if not isinstance(value, dict):
+        return data
+    had_transfer = drop_transfer(value)
+    keep_apart(value, tenant)
+    return encode(value) if had_transfer or tenant else data
 
 
 def prefill_body(parsed: Parsed, transfer: JsonObject) -> JsonObject:
@@ -123,6 +150,16 @@ def prefill_body(parsed: Parsed, transfer: JsonObject) -> JsonObject:
 def decode_body(parsed: Parsed, transfer: JsonObject) -> JsonObject:
     """The decode leg: what the client sent, with the transfer it takes part in."""
     return parsed.json | {_KV: {"pdxfer": {**transfer, "leg": "decode"}}}
+
+
+def _decoded(data: bytes) -> object:
+    """The JSON value in `data`. Raises ApiError 400."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(
+            400, f"the request body is not JSON ({error}); send a JSON object as UTF-8", code="invalid_json"
+        ) from error
 
 
 def _option_reason(body: JsonObject) -> str:

@@ -82,9 +82,8 @@ class Service:
 
         async def serve(exchange: Exchange) -> web.StreamResponse:
             json = body.decode_object(await self._read(exchange))
-            json.pop("kv_transfer_params", None)
-            if endpoint == "responses":
-                body.keep_apart(json, exchange.entry.tenant)
+            body.drop_transfer(json)
+            body.keep_apart(json, exchange.entry.tenant)
             model = json.get("model")
             if isinstance(model, str):
                 model = json["model"] = self._engines.resolve(model)
@@ -96,14 +95,12 @@ class Service:
         return await self._account(request, endpoint, serve)
 
     async def passthrough(self, request: web.Request) -> web.StreamResponse:
-        """A listed path: method, query and body as they are, to a decode engine."""
+        """A listed path: method, query and body as they are, to a decode engine; but see body.guarded for JSON."""
 
         async def serve(exchange: Exchange) -> web.StreamResponse:
             data = await self._read(exchange)
-            if request.content_type == "application/json" and b"kv_transfer_params" in data:
-                json = body.decode_object(data)
-                json.pop("kv_transfer_params", None)
-                data = body.encode(json)
+            if data and body.is_json(request.headers.get("Content-Type", "")):
+                data = body.guarded(data, exchange.entry.tenant)
             return await self._attempt(exchange, lambda last: self._local(exchange, data, "", 0, "endpoint", last))
 
         return await self._account(request, "passthrough", serve)

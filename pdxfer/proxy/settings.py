@@ -28,7 +28,8 @@ class ProxySettings:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Model name that clients may use → name that the engines serve."""
     passthrough: tuple[str, ...] = ()
-    """Further paths that go to a decode engine as they are; a trailing * matches any rest."""
+    """Further paths that go to a decode engine as they are, except that JSON loses kv_transfer_params and gets its
+    tenant's cache_salt; a trailing * matches any rest."""
     api_keys: Mapping[str, str] = field(default_factory=dict)
     """Bearer token → tenant. Empty: no authentication, and the client's own Authorization reaches the engines."""
     engine_api_key: str = ""
