@@ -1,10 +1,11 @@
-"""What a client cannot reach through the proxy: another tenant's prefixes, the transfer."""
+"""What a client cannot reach through the proxy: another tenant's prefixes, the transfer, a path that is not listed."""
 
 import json
 from typing import Any
 
 import pytest
 from proxy_rig import COMPLETION, MODEL, Rig, rig
+from yarl import URL
 
 from pdxfer.proxy.app import _FORWARDED
 
@@ -97,3 +98,12 @@ async def test_json_that_only_an_engine_could_read_is_refused(encoding: str) -> 
 async def test_what_needs_no_change_passes_through_byte_for_byte(data: bytes, kind: str) -> None:
     async with rig(settings=LISTED) as r:
         assert await sent_by(r, "", "/v1/listed/path", data, kind) == (200, data)
+
+
+@pytest.mark.parametrize("path", ["/v1/listed/../completions", "/v1/listed/%2e%2E/sleep", "/v1/listed/..%2fsleep"])
+async def test_a_listed_star_opens_no_path_beside_it(path: str) -> None:
+    """The way to the engine would resolve the dots."""
+    async with rig(settings=LISTED) as r:
+        async with r.http.post(URL(r.url + path, encoded=True), data=b"x") as response:
+            assert response.status == 404
+        assert not r.decode.counts.seen

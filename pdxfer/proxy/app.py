@@ -193,7 +193,8 @@ class Proxy:
         )
 
     def _is_passthrough(self, path: str) -> bool:
-        return any(
+        """`..` would be resolved on the way to the engine: to a path that may not be listed."""
+        return ".." not in path.split("/") and any(
             path.startswith(listed[:-1]) if listed.endswith("*") else path == listed
             for listed in self._settings.passthrough
         )
