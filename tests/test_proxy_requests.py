@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from proxy_rig import MODEL, rig
 
-from pdxfer.core.errors import ConfigError
+from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.testing.fake_model import next_words, tokenize
 from pdxfer.wire.messages import Busy, EngineRef, Local, Release
@@ -337,7 +337,7 @@ def test_wrong_settings_say_what_to_do(wrong: dict, words: str) -> None:
 
 async def test_a_taken_port_says_so() -> None:
     async with rig() as r:
-        with pytest.raises(ConfigError, match="Choose another proxy.port"):
+        with pytest.raises(ListenError, match="Choose another proxy.port"):
             async with rig(settings={"port": r.proxy.port}):
                 pass
 
