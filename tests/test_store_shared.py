@@ -234,6 +234,44 @@ async def test_a_path_too_long_for_a_socket_says_so(tmp_path: Path) -> None:
     await host.server.close()
 
 
+async def test_a_commit_past_its_deadline_leaves_nothing_in_the_store_process(tmp_path: Path) -> None:
+    """However late the engine is, it says that it has ended: other engines need not wait for it to go."""
+    async with Host(tmp_path) as host:
+        one, two = await host.engine(), await host.engine()
+        async with closing(one.tier), closing(two.tier):
+            reservation = await one.tier.reserve(key_of("k"), 1000, host.clock.now() + 1.0)
+            assert not isinstance(reservation, Outcome)
+            host.clock.advance(2.0)
+            assert await reservation.commit() is Outcome.LATE
+            await host.lent(0, 0)
+            assert await two.put(key_of("k"), value_of("k", 1000)) is Outcome.STORED
+            assert one.tier.stats().failures == {}
+
+
+async def test_a_silent_store_process_is_not_asked_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls wait for a frozen one, all others go on without it; a late answer is a sign of life."""
+    async with Host(tmp_path) as host:
+        engine = await host.engine()
+        slot = TierSlot("dram", engine.tier, TierConfig(url=f"shm:{host.path}", get_timeout_s=0.06), host.clock)
+        async with closing(engine.tier):
+            await engine.stored("a")
+            with monkeypatch.context() as silent:
+                answers: list[tuple[Session, Answer]] = []
+                silent.setattr(Session, "_answer", lambda session, answer: answers.append((session, answer)))
+                for _ in range(3):
+                    assert slot.readable
+                    assert await slot.lookup([key_of("a")], engine.soon) == [None]
+                    assert not engine.tier.stats().reachable
+                assert not slot.readable and len(answers) == 3
+            session, answer = answers[0]
+            session._answer(answer)
+            await until(lambda: engine.tier.stats().reachable, "the answer to arrive")
+            host.clock.advance(1.0)
+            await slot.probe()
+            assert slot.readable
+            assert await slot.lookup([key_of("a")], engine.soon) != [None]
+
+
 async def test_in_a_store_its_calls_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the deadline while the store process is silent, at once when it has gone; then it is not asked any more. What
     was cancelled, or answered too late, is given back."""

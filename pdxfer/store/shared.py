@@ -1,8 +1,8 @@
 """The DRAM tier of an engine that shares its host's memory: values in place in the store process's segment.
 
 Chosen by open.py for `dram:` when `store.shared_memory` names a socket (or by the URL `shm:PATH`). The store process
-decides (server.py); we read and write where it says, under leases that it tracks. If it is away the tier is unreachable
-and everything a miss; it is attached again within a second of its return.
+decides (server.py); we read and write where it says, under leases that it tracks. If it is away or silent the tier is
+unreachable and everything a miss; it is attached again within a second of its return.
 """
 
 import asyncio
@@ -167,8 +167,10 @@ class SharedDramTier:
 
     @property
     def reachable(self) -> bool:
-        """As stats say it, without making them: a breaker asks after every call."""
-        return self._live is not None
+        """As stats say it, without making them: a breaker asks after every call. False also while the store process
+        is silent: frozen, or far too slow."""
+        link = self._live
+        return link is not None and not link.silent
 
     def stats(self) -> TierStats:
         """Leases, hits and puts are this engine's; the rest is the whole tier's, as of its last answer."""
@@ -204,18 +206,22 @@ class SharedDramTier:
         if link is None:
             self._counters.failed("unreachable")
             return None
-        return await self._ask_over(link, request, deadline)
+        return await self._ask_over(link, request, deadline - self._clock.now())
 
-    async def _ask_over(self, link: SharedLink, request: Question, deadline: float) -> Answer | None:
-        answer = await link.call(request, deadline - self._clock.now())
+    async def _ask_over(self, link: SharedLink, request: Question, timeout_s: float) -> Answer | None:
+        answer = await link.call(request, timeout_s)
         self._figures = link.figures
         if answer is None and not self._closed:
             self._counters.failed("timeout" if link.alive else "unreachable")
         return answer
 
     async def _commit(self, link: SharedLink, request: Commit) -> Outcome:
-        """End of a reservation of that link, which may have ended meanwhile."""
-        return self._outcome_of(await self._ask_over(link, request, request.deadline))
+        """End of a reservation of that link, which may have ended meanwhile. Past its deadline it is given back."""
+        left_s = request.deadline - self._clock.now()
+        if left_s <= 0:
+            link.drop(request.handle)
+            return self._outcome_of(None)
+        return self._outcome_of(await self._ask_over(link, request, left_s))
 
     async def _count(self, requests: Sequence[Question], deadline: float) -> int:
         total = 0

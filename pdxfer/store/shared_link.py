@@ -39,6 +39,8 @@ from pdxfer.store.shared_wire import (
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 2.0
+PATIENCE_S = 0.05
+"""A call that was given less than this and got no answer says nothing about the store process."""
 
 
 class SharedLink(asyncio.Protocol):
@@ -56,6 +58,10 @@ class SharedLink(asyncio.Protocol):
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._unsent: list[bytes] = []
+        self._num_heard = 0
+        """Times that anything came."""
+        self.silent = False
+        """The last patient call got no answer, and nothing else has come since it was made."""
         self.ended = asyncio.Event()
         """Set when the connection is over."""
 
@@ -80,13 +86,15 @@ class SharedLink(asyncio.Protocol):
         """The answer to a request, whose id we choose; None: not in time, or the connection ended."""
         if self._transport is None or timeout_s <= 0:
             return None
-        number = next(self._numbers)
+        number, heard = next(self._numbers), self._num_heard
         answer: asyncio.Future[Answer | None] = self._loop.create_future()
         self._calls[number] = answer
         timer = self._loop.call_later(timeout_s, _give_up, answer)
         self._send(structs.replace(request, id=number))
         try:
-            return await answer
+            if await answer is None and timeout_s >= PATIENCE_S and heard == self._num_heard:
+                self.silent = True
+            return answer.result()
         except asyncio.CancelledError:
             if not answer.cancelled():  # it came in the same turn of the loop as the cancellation
                 self._dispose(answer.result())
@@ -126,6 +134,8 @@ class SharedLink(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self._num_heard += 1
+        self.silent = False
         try:
             for body in self._frames.feed(data):
                 self._take(decode_from_server(body))

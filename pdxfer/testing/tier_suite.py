@@ -117,6 +117,21 @@ class TierSuite(TierSpace):
             assert await t.holds("k") == [False]
             await t.stored("k")
 
+    async def test_a_commit_past_its_deadline_gives_everything_back(self, tmp_path: Path) -> None:
+        """Whether it stored the value or not: nothing is held any more, and the next writer need not wait."""
+        key, value = key_of("k"), value_of("k", 5000)
+        async with self.opened(tmp_path) as t:
+            reservation = await t.tier.reserve(key, 5000, t.clock.now() + 1.0)
+            assert not isinstance(reservation, Outcome)
+            reservation.view[:] = value
+            t.clock.advance(2.0)
+            assert await reservation.commit() in (Outcome.STORED, Outcome.LATE)
+            await t.all_returned()
+            begun = SYSTEM_CLOCK.now()
+            assert await t.put(key, value) in (Outcome.STORED, Outcome.ALREADY)
+            assert SYSTEM_CLOCK.now() - begun < AT_ONCE_S
+            assert await t.get(key) == value
+
     async def test_of_many_writers_of_one_key_one_stores(self, tmp_path: Path) -> None:
         """The value is one writer's, whole; the others hear ALREADY."""
         key, values = key_of("k"), [value_of(n, 100_000) for n in range(8)]
