@@ -4,7 +4,9 @@ import asyncio
 import threading
 
 from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.store.remote.errors import Reason, ServerError
 from pdxfer.store.remote.server import Server, _Job
+from pdxfer.testing.tier_kit import until
 
 
 class FakeSession:
@@ -53,4 +55,22 @@ async def test_a_call_given_up_while_it_runs_loses_its_session() -> None:
     go_on.set()
     await asyncio.to_thread(server._threads.shutdown, True)
     assert (session.num_aborts, session.num_closes) == (1, 1)
+    await server.close()
+
+
+async def test_a_server_is_looked_for_until_it_is_there_whatever_a_look_raises() -> None:
+    """Nobody else would find it: a search that ended would make the tier useless until the engine's restart."""
+    errors = [ServerError(Reason.UNREACHABLE, "away"), ServerError(Reason.UNREACHABLE, "still"), UnicodeError("host")]
+    session, failures = FakeSession(), []
+
+    def connect(end: float) -> FakeSession:
+        if errors:
+            raise errors.pop(0)
+        return session
+
+    server = Server("fake", connect, sessions=1, failed=failures.append)  # type: ignore[arg-type]
+    await server.start(SYSTEM_CLOCK.now() + 10)
+    assert not server.up and failures == [Reason.UNREACHABLE]
+    await until(lambda: server.up, "the server to be found")
+    assert not errors
     await server.close()

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from servers.kit import LARGE, RemoteContract, get, opened, put, soon, works
+from servers.process import free_port
+from servers.proxy import FaultyProxy
 from servers.redis import Certificates, RedisServer, Sentinel, cluster, move_all_slots
 
 from pdxfer.config.store import TierConfig
@@ -14,6 +16,7 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.store.base import Outcome
 from pdxfer.store.open import open_tier
 from pdxfer.store.remote.pieces import PIECE_BYTES
+from pdxfer.store.remote.redis import RedisTier
 from pdxfer.testing.tier_kit import key_of, until, value_of
 
 pytestmark = pytest.mark.slow
@@ -222,6 +225,39 @@ async def test_a_cluster() -> None:
             assert [await get(tier, n) for n in range(24)] == [value_of(n, LARGE) for n in range(24)]
             assert set(tier.stats().failures) == {"moved"}
             assert nodes[0].ask("DBSIZE") == b":0\r\n"
+
+
+async def test_a_cluster_that_is_away_at_the_start_is_found_when_it_comes() -> None:
+    with cluster() as nodes, FaultyProxy(nodes[0].port) as proxy:
+        proxy.set("cut")
+        async with opened(f"redis://127.0.0.1:{proxy.port}?cluster=true") as tier:
+            assert await tier.put(key_of("k"), [b"x"], soon()) is Outcome.FAILED and not tier.stats().reachable
+            proxy.set("pass")
+            await until(lambda: tier.stats().reachable, "the cluster to be found", 5.0)
+            assert set(tier.stats().failures) == {"unreachable"}
+            await put(tier, *range(24))
+
+
+async def test_a_cluster_that_refuses_us_or_serves_nothing_yet_is_asked_until_it_does() -> None:
+    """A wrong password is said to be one; a node without slots, and one with half of them, may get more."""
+    node = RedisServer("valkey", "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    with node:
+        node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        node.ask("ACL", "SETUSER", "kv", "on", ">secret", "~*", "+@all")
+        async with opened(node.url(login="kv:wr0ng@", rest="?cluster=true")) as tier:
+            await until(lambda: tier.stats().failures.get("refused", 0) >= 2, "it to be asked again", 10.0)
+            assert set(tier.stats().failures) == {"refused"}
+        async with opened(node.url(login="kv:secret@", rest="?cluster=true")) as tier:
+            await until(lambda: tier.stats().failures.get("unreachable", 0) >= 2, "it to be asked again", 10.0)
+            node.ask("CLUSTER", "ADDSLOTSRANGE", "0", "8191")
+            await until(lambda: tier.stats().reachable, "the first slots to be found", 5.0)
+            assert isinstance(tier, RedisTier)
+            names = [n for n in range(24) if tier.place(key_of(n)) is None]
+            assert 0 < len(names) < 24
+            node.ask("CLUSTER", "ADDSLOTSRANGE", "8192", "16383")
+            await until(lambda: all(map(tier.place, map(key_of, names))), "the other slots to be found", 5.0)
+            await until(lambda: b"cluster_state:ok" in node.ask("CLUSTER", "INFO"), "the cluster to take writes")
+            await put(tier, *names)
 
 
 async def test_a_sentinel_names_the_master_also_after_a_failover() -> None:

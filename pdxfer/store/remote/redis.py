@@ -65,9 +65,14 @@ class RedisTier(RemoteTier):
         return self._servers.values()
 
     def place(self, key: bytes) -> Server | None:
-        """By the placement."""
-        address = self._placement.of(key) if self._placement is not None else None
-        return self._servers.get(address) if address is not None else None
+        """By the placement. A slot that nobody serves is asked for again: its cluster may be starting."""
+        if self._placement is None:
+            return None
+        address = self._placement.of(key)
+        if address is None:
+            self._away()
+            return None
+        return self._servers.get(address)
 
     def max_value_bytes(self) -> int:
         """What 65,535 pieces hold."""

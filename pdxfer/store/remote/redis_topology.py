@@ -5,6 +5,7 @@ Discovery (sentinel, cluster) is redis-py's, asked in a worker thread; the bytes
 
 import binascii
 import logging
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,10 +71,13 @@ class Discovery:
         logging.getLogger("redis").setLevel(logging.ERROR)
         try:
             return self._ask_cluster(redis, end) if self.cluster else self._ask_sentinel(redis, end)
-        except redis.AuthenticationError as error:
-            raise ServerError(Reason.REFUSED, f"{self._who()}: {error}") from error
-        except redis.RedisError as error:
-            raise ServerError(Reason.UNREACHABLE, f"{self._who()}: {error}") from error
+        except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
+            reason = Reason.REFUSED if _refuses(redis.exceptions, error) else Reason.UNREACHABLE
+            raise ServerError(reason, f"{self._who()}: {error}") from error
+        except IndexError as error:  # redis-py takes for granted that some node serves a slot
+            raise ServerError(Reason.UNREACHABLE, f"{self._who()}: no node serves any slot yet") from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerError(Reason.PROTOCOL, f"{self._who()}: an answer nobody understands: {error!r}") from error
 
     def _who(self) -> str:
         return ("cluster at " if self.cluster else "sentinels ") + ", ".join(map(str, self.addresses))
@@ -103,16 +107,24 @@ class Discovery:
         return SlotMap(tuple(sorted(set(slots.values()), key=str)), slots)
 
     def _ask_sentinel(self, redis: Any, end: float) -> Placement:
-        sentinels = redis.sentinel.Sentinel(
-            [(a.host, a.port) for a in self.addresses],
-            sentinel_kwargs={"password": self.sentinel_password or None, **self.tls, **self._timeouts(end)},
-        )
+        settings = {"password": self.sentinel_password or None, **self.tls, **self._timeouts(end), "retry": None}
+        sentinels = redis.sentinel.Sentinel([(a.host, a.port) for a in self.addresses], sentinel_kwargs=settings)
         try:
             host, port = sentinels.discover_master(self.sentinel)
         finally:
             for client in sentinels.sentinels:
                 client.close()
         return Spread((Address(host=host, port=port),))
+
+
+def _refuses(kinds: Any, error: BaseException | None) -> bool:
+    """Whether it is, or was raised because of, a wrong password, missing rights or a certificate we do not trust."""
+    refusals = (
+        kinds.AuthenticationError, kinds.AuthorizationError, kinds.NoPermissionError, ssl.SSLCertVerificationError
+    )  # fmt: skip
+    while error is not None and not isinstance(error, refusals):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def load_redis() -> Any:

@@ -170,9 +170,9 @@ class Server:
             loop = asyncio.get_running_loop()
             try:
                 await loop.run_in_executor(None, self._probe)
-            except ServerError as error:
+            except Exception as raised:  # also what a session must not raise: nobody else looks for the server
                 self._strikes += 1
-                self._say(error)
+                self._say(raised if isinstance(raised, ServerError) else ServerError(Reason.PROTOCOL, repr(raised)))
                 self._away()
                 continue
             self.up, self._said = True, ""
@@ -184,7 +184,7 @@ class Server:
         session = self._connect(end)
         try:
             session.ping(end)
-        except ServerError:
+        except BaseException:
             session.close()
             raise
         self._keep(session)
