@@ -516,6 +516,43 @@ def test_a_spill_that_no_tier_takes_is_held_until_the_deadline() -> None:
     assert spills.num_spilled == 0
 
 
+def test_what_is_spilled_is_planned_whatever_our_own_tiers_have() -> None:
+    """The mirror tells of memory that decode may not reach, and a save that is under way may end up there only."""
+    engine, request = Engine(tiers=[TierConfig(url="dram:"), TierConfig(url="redis://h")]), prompt(96)
+    engine.hold(engine.keys(request)[:1])
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    (ordinary,) = engine.step(request, 0, 64, [1, 2, 3, 4])
+    chunks = engine.store.chunks(request)
+    assert chunks is not None
+    save_ids = engine.store.saves.spill(chunks.full(96), [1, 2, 3, 4, 5, 6])
+    plans = engine.step(prompt(1, "x"), 0, 0, [])
+    assert [(plan.block_ids, plan.reserved) for plan in plans] == [((1, 2), True), ((3, 4), True), ((5, 6), True)]
+    for plan in (ordinary, *plans):
+        assert engine.store.saves.spilled(save_ids) is None
+        engine.store.apply(Saved(rank=0, save_ids=[plan.save_id], num_bytes=1, num_dropped=0))
+    assert engine.store.saves.spilled(save_ids) is True and engine.pool.held == []
+
+
+def test_a_prompt_without_a_chunk_is_not_spilled() -> None:
+    """There is nothing of it that decode could find."""
+    from pdxfer.connector.spills import Spills
+    from pdxfer.connector.transfer import Send
+
+    engine, request = Engine(partial_chunks=False, shared_memory="/run/store.sock"), prompt(20)
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    send = Send(
+        request_id="r", transfer_id="t", num_tokens=20, total_blocks=2, token_digest=b"", world_size=1, deadline=120.0,
+        held=[1, 2],
+    )  # fmt: skip
+    spills = Spills(SimpleNamespace(end=lambda *_: pytest.fail("ended")), engine.store.saves, 0.0)  # type: ignore[arg-type]
+    chunks = engine.store.chunks(request)  # type: ignore[arg-type]
+    assert chunks is not None
+    spills.request_over(send, chunks, 0.0)
+    for now in (0.0, 1.0, 2.0):
+        spills.check(now)
+    assert spills.num_spilled == 0
+
+
 # ---- store and wire together ---------------------------------------------------------------------------------------
 
 

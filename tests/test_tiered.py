@@ -91,9 +91,10 @@ async def test_a_full_queue_drops_and_counts():
 
 
 async def test_a_reserved_save_says_truthfully_where_the_bytes_are():
-    """Spill: memory full of pinned values, so the next tier that takes it; nobody: failed."""
+    """Spill: memory full of pinned values, so the next tier that takes it and that peers read; nobody: failed."""
     small = TierConfig(url="dram:", capacity_gib=4000 / (1 << 30))
-    async with rig(small, TierConfig(url="disk:", write="none", capacity_gib=8000 / (1 << 30))) as r:
+    disk = TierConfig(url="disk:", write="none", capacity_gib=8000 / (1 << 30))
+    async with rig(small, disk, TierConfig(url="peer:"), kinds=("dram", "disk", "peer")) as r:
         await r.save("pinned")
         await r.store.slots[0].pin([key("pinned")], None, r.soon)
         result = await r.store.save(chunk("a"), r.soon, reserved=True)

@@ -173,12 +173,11 @@ class Saves:
 
     def spill(self, chunks: list[RankChunk], table: list[int], tenant: str = "") -> list[int]:
         """Save these chunks of an ended request, whose references hold `table`, whatever policy and bounds say; ids of
-        the saves."""
+        the saves. Also those that some tier of ours has: others may not read from it."""
         plans: list[SavePlan] = []
         for chunk in chunks:
             first, last = chunk[0].first_token // self._block_size, chunk[0].end // self._block_size
-            if not self._is_there(chunk):
-                plans.append(self._hold((chunk, tuple(table[first:last]), tenant), over=True, reserved=True))
+            plans.append(self._hold((chunk, tuple(table[first:last]), tenant), over=True, reserved=True))
         self._late += plans
         self._spilled.update({plan.save_id: None for plan in plans})
         return [plan.save_id for plan in plans]

@@ -64,7 +64,7 @@ class SchedulerHalf:
         )
         self._sends = Sends(facts, self._member, self._references)
         self._spills: Spills | None = None
-        if self._store is not None and self._store.shared:
+        if self._store is not None and self._store.spills:
             self._spills = Spills(self._sends, self._store.saves, settings.spill_after_s)
         self._early: dict[str, Started | LegFailed | CancelGrant] = {}
         """Messages about transfers whose request has not arrived yet (bounded)."""

@@ -46,7 +46,8 @@ class Spills:
             return
         tail = chunks.tail(send.num_tokens)
         whole = chunks.full(send.num_tokens) + ([tail] if tail is not None else [])
-        self._waiting[send.transfer_id] = _Spill(send, whole, tenant_of(chunks.request), now + self._after_s)
+        if whole:
+            self._waiting[send.transfer_id] = _Spill(send, whole, tenant_of(chunks.request), now + self._after_s)
 
     def check(self, now: float) -> None:
         """Each step: begin what is due, end what is stored."""

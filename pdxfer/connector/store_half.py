@@ -22,6 +22,7 @@ from pdxfer.connector.save_policy import policy
 from pdxfer.connector.saves import POOL_SHARE, Saves
 from pdxfer.core.clock import Clock
 from pdxfer.kv.chunks import IDENTITY_BYTES
+from pdxfer.store.reach import others_read
 from pdxfer.wire.store_facts import Found, Held, Saved, StoreCounts
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class StoreHalf:
             urlsplit(tier.url).scheme in OWN_SCHEMES for tier in config.tiers
         )
         """Other engines reach some tier: they may have stored what we do not know of."""
+        self.spills = others_read(config)
+        """What is spilled here other engines find."""
         self.lookups = Lookups(
             self.grid,
             self.mirror,

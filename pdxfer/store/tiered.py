@@ -159,7 +159,7 @@ class TieredStore:
         """Keep a chunk. When this returns, `chunk.parts` are not read any more; slower tiers follow in the background.
 
         `reserved` (spill): not subject to policy or queue, waits for room until the deadline, and the answer `held`
-        means that a tier has the bytes now."""
+        means that a tier which other engines read has the bytes now."""
         return await self.writer.save(chunk, deadline, tenant, reserved)
 
     # ---- prefetch ----------------------------------------------------------------------------------------------------

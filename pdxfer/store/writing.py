@@ -5,7 +5,7 @@
                 └─► a copy of its own ──► lanes                  hits in slow tiers ──► lanes of faster ones (promote)
 
 Bounded everywhere; what does not fit is dropped and counted. A `reserved` save (spill) is never dropped: it waits for
-room until its deadline and says truthfully whether a tier has the bytes.
+room until its deadline and says truthfully whether a tier that other engines read (reach.py) has the bytes.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from pdxfer.store.chunk import NewChunk, Saved, SaveResult
 from pdxfer.store.events import EventLog
 from pdxfer.store.lanes import Copy, Lane, SharedView
 from pdxfer.store.policy import SecondSight
+from pdxfer.store.reach import in_reach
 from pdxfer.store.reading import Reader
 from pdxfer.store.slot import TierSlot
 from pdxfer.store.transcode import RAW, Transcoder
@@ -108,12 +109,12 @@ class Writer:
         return await self._stage(chunk, tenant, said)
 
     async def _save_surely(self, chunk: NewChunk, deadline: float, tenant: str) -> SaveResult:
-        """The first tier that can be read from and takes it, whatever its write policy; what it has already counts
+        """The first tier that others read from and that takes it, whatever its write policy; what it has already counts
         only if it is right."""
         said: dict[str, Outcome] = {}
         frame: memoryview | None = None
-        for slot in [self.front, *(slot for slot in self._slots if slot is not self.front)]:
-            if slot is None or not slot.readable or self._clock.now() >= deadline:
+        for slot in in_reach(self._slots):
+            if not slot.readable or self._clock.now() >= deadline:
                 continue
             for _ in range(2):
                 if slot is self.front:
