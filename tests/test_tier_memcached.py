@@ -1,10 +1,12 @@
 """The memcached tier on real servers (apt), alone and several side by side."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 from servers.kit import LARGE, MIB, RemoteContract, get, opened, put, soon, works
 from servers.memcached import MemcachedServer
+from servers.proxy import FaultyProxy
 
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
@@ -60,6 +62,25 @@ async def test_a_damaged_value_is_a_counted_miss_and_can_be_stored_again(server:
         assert tier.stats().failures == {"damaged": 1}
         await put(tier, "k", num_bytes=LARGE)
         assert await get(tier, "k") == value_of("k", LARGE)
+
+
+@pytest.mark.parametrize("num_bytes", [2 * MIB + MIB // 2, 3 * MIB])
+async def test_what_a_writer_leaves_unfinished_expires(num_bytes: int) -> None:
+    """Killed in the middle of the head, whose bytes go last, or just before the end of it."""
+    with MemcachedServer() as server, FaultyProxy(server.port) as proxy:
+        async with opened(f"memcached://127.0.0.1:{proxy.port}") as tier:
+            proxy.hold_after(num_bytes)
+            writing = asyncio.ensure_future(tier.put(key_of("k"), [value_of("k", LARGE)], soon()))
+            await until(lambda: len(list(server.names())) == 3, "all pieces but the head to be there")
+            proxy.set("cut")
+            assert await writing is Outcome.FAILED
+            names = list(server.names())
+            assert len(names) == 3
+            assert all(60 < int(server.ask(f"mg {name} t")[4:-2]) < 200 for name in names)
+        async with opened(server.url()) as tier:
+            await put(tier, "k", num_bytes=LARGE)
+            assert await get(tier, "k") == value_of("k", LARGE)
+            assert sum(server.ask(f"mg {name} t") == b"HD t-1\r\n" for name in server.names()) == 4
 
 
 async def test_a_server_that_evicts_gives_whole_values_or_misses() -> None:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from servers.kit import LARGE, RemoteContract, get, opened, put, soon, works
+from servers.kit import LARGE, MIB, RemoteContract, get, opened, put, soon, works
 from servers.process import free_port
 from servers.proxy import FaultyProxy
 from servers.redis import Certificates, RedisServer, Sentinel, cluster, move_all_slots
@@ -94,6 +94,28 @@ async def test_a_damaged_value_is_a_counted_miss_and_can_be_stored_again(server:
 def _names(server: RedisServer) -> list[str]:
     lines = server.ask("KEYS", "*").decode().split("\r\n")
     return [line for line in lines if line.startswith("pdxfer:")]
+
+
+@pytest.mark.parametrize("num_bytes", [2 * MIB + MIB // 2, 3 * MIB])
+async def test_what_a_writer_leaves_unfinished_expires(server: RedisServer, num_bytes: int) -> None:
+    """Killed in the middle of the head, whose bytes go last, or just before the end of it: nothing stays for ever that
+    no head leads to. The next writer of the key is not hindered."""
+    server.ask("FLUSHALL")
+    with FaultyProxy(server.port) as proxy:
+        async with opened(f"redis://127.0.0.1:{proxy.port}") as tier:
+            proxy.hold_after(num_bytes)
+            writing = asyncio.ensure_future(tier.put(key_of("k"), [value_of("k", LARGE)], soon()))
+            await until(lambda: len(_names(server)) == 3, "all pieces but the head to be there")
+            proxy.set("cut")
+            assert await writing is Outcome.FAILED
+            names = _names(server)
+            assert len(names) == 3
+            assert all(60 < int(server.ask("TTL", name)[1:-2]) < 200 for name in names)
+    async with opened(server.url()) as tier:
+        await put(tier, "k", num_bytes=LARGE)
+        assert await get(tier, "k") == value_of("k", LARGE)
+        lasting = [name for name in _names(server) if server.ask("TTL", name) == b":-1\r\n"]
+        assert len(lasting) == 4
 
 
 async def test_values_expire_as_a_whole(server: RedisServer) -> None:

@@ -20,6 +20,7 @@ class FaultyProxy:
         self.port: int = self._listener.getsockname()[1]
         self._changed = threading.Condition()
         self._mode: Mode = "pass"
+        self._left: int | None = None
         self._open: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept, name="faulty-proxy")]
         self._threads[0].start()
@@ -39,6 +40,11 @@ class FaultyProxy:
             self._changed.notify_all()
         if mode == "cut":
             self._end_all()
+
+    def hold_after(self, num_bytes: int) -> None:
+        """The server gets so many more bytes and not one more; its answers pass. Until `cut`."""
+        with self._changed:
+            self._left = num_bytes
 
     def close(self) -> None:
         """End; idempotent."""
@@ -65,15 +71,15 @@ class FaultyProxy:
             server.settimeout(None)
             self._open |= {client, server}
             for source, sink in ((client, server), (server, client)):
-                thread = threading.Thread(target=self._pump, args=(source, sink), name="faulty-proxy")
+                thread = threading.Thread(target=self._pump, args=(source, sink, sink is server), name="faulty-proxy")
                 thread.start()
                 self._threads.append(thread)
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, to_server: bool) -> None:
         try:
             while data := source.recv(1 << 16):
                 while data:
-                    data = data[self._forward(sink, data) :]
+                    data = data[self._forward(sink, data, to_server) :]
         except OSError:
             pass
         for end in (source, sink):
@@ -82,12 +88,16 @@ class FaultyProxy:
         source.close()
         self._open.discard(source)
 
-    def _forward(self, sink: socket.socket, data: bytes) -> int:
+    def _forward(self, sink: socket.socket, data: bytes, to_server: bool) -> int:
         with self._changed:
             self._changed.wait_for(lambda: self._mode != "freeze")
             if self._mode == "slow":
                 data = data[:DRIP_BYTES]
                 self._changed.wait(DRIP_S)
+            if to_server and self._left is not None:
+                self._changed.wait_for(lambda: self._left or self._mode == "cut")
+                data = data[: self._left]
+                self._left -= len(data)
         if self._mode == "cut":
             raise ConnectionResetError
         sink.sendall(data)

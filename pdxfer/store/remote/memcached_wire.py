@@ -66,10 +66,12 @@ class MemcachedWire:
                 found.append(None)
         return found
 
-    def send_store(self, name: bytes, body: Sequence[Buffer], value_bytes: int, head: bool, end: float) -> None:
+    def send_store(
+        self, name: bytes, body: Sequence[Buffer], value_bytes: int, end: float, *, head: bool, lasts: bool
+    ) -> None:
         """ms; a head with mode E (add)."""
         length = sum(memoryview(part).nbytes for part in body)
-        ttl = self._exptime(self._ttl_s if head else self._unfinished_s)
+        ttl = self._exptime(self._ttl_s if lasts else self._unfinished_s)
         mode = b" ME" if head else b""
         self.stream.send([b"ms %s %d T%d F%d%s\r\n" % (name, length, ttl, value_bytes, mode), *body, b"\r\n"], end)
 
@@ -81,9 +83,10 @@ class MemcachedWire:
             return self._error(line, Reason.FULL if full else Reason.PROTOCOL)
         return self._expect(line, b"HD", b"NS") == b"HD"
 
-    def send_keep(self, name: bytes, end: float) -> None:
+    def send_keep(self, names: Sequence[bytes], end: float) -> None:
         """mg with a new ttl and no bytes."""
-        self.stream.send([b"mg %s T%d\r\n" % (name, self._exptime(self._ttl_s))], end)
+        ttl = self._exptime(self._ttl_s)
+        self.stream.send([b"".join(b"mg %s T%d\r\n" % (name, ttl) for name in names)], end)
 
     def read_kept(self, end: float) -> bool:
         """HD, or EN if it is gone."""

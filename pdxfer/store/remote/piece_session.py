@@ -1,7 +1,10 @@
 """A Session for servers that keep small values by name: a value as pieces (pieces.py), pipelined, all or nothing.
 
     head    {prefix}{<key>}               piece 0, written last and only once: it alone makes the value visible
-    piece i {prefix}{<key>}:<put>:<i>     expires soon unless its head gets written: a writer that dies leaves nothing
+    piece i {prefix}{<key>}:<put>:<i>
+
+All of them expire soon unless they are kept, which is asked for in one message behind the last byte: a writer that dies
+leaves nothing.
 
 The commands are a PieceWire's (redis_wire.py, memcached_wire.py). The braces are Redis's hash tag: all pieces of a
 value live on one server of a cluster. Copies: none of ours.
@@ -48,16 +51,18 @@ class PieceWire(Protocol):
         """The first HEADER_BYTES of what lies there."""
         ...
 
-    def send_store(self, name: bytes, body: Sequence[Buffer], value_bytes: int, head: bool, end: float) -> None:
-        """A piece that will not last; a head: to stay, and only if there is none."""
+    def send_store(
+        self, name: bytes, body: Sequence[Buffer], value_bytes: int, end: float, *, head: bool, lasts: bool
+    ) -> None:
+        """A piece; a head: only if there is none. It expires soon unless it `lasts`, or is kept."""
         ...
 
     def read_stored(self, end: float) -> bool | ServerError:
         """False: there is one."""
         ...
 
-    def send_keep(self, name: bytes, end: float) -> None:
-        """A piece is to stay as long as its head."""
+    def send_keep(self, names: Sequence[bytes], end: float) -> None:
+        """These are to stay as long as the value."""
         ...
 
     def read_kept(self, end: float) -> bool:
@@ -125,8 +130,10 @@ class PieceSession:
             raise ServerError(Reason.DAMAGED, f"value {key.hex()[:12]}: {error}", clean=True) from error
 
     def write(self, key: bytes, parts: Sequence[Buffer], num_bytes: int, end: float) -> Outcome:
-        """One pipeline: is it there? - pieces, pieces are to stay, head. The server does them in this order, so the
-        head comes last. The first answer is waited for before anything large goes."""
+        """One pipeline: is it there? - pieces, head, both are to stay. The server does them in this order: the head
+        comes after all pieces, and if the rest does not arrive, everything expires. A head that is kept and misses a
+        piece is dropped by who reads it; a piece that is kept without a head nobody would find: so the head is kept
+        first. The first answer is waited for before anything large goes."""
         name, put, payloads = self._head(key), secrets.token_bytes(8), pieces.split(parts, self._wire.room)
         count = len(payloads)
         if count > pieces.MAX_PIECES:
@@ -143,26 +150,29 @@ class PieceSession:
         elif known is not None:
             return Outcome.ALREADY
         for index, to in enumerate(rest, 1):
-            self._wire.send_store(to, [seal(index), *payloads[index]], num_bytes, False, end)
-        for to in rest:
-            self._wire.send_keep(to, end)
-        self._wire.send_store(name, [seal(0), *payloads[0]], num_bytes, True, end)
+            self._wire.send_store(to, [seal(index), *payloads[index]], num_bytes, end, head=False, lasts=False)
+        self._wire.send_store(name, [seal(0), *payloads[0]], num_bytes, end, head=True, lasts=not rest)
+        if rest:
+            self._wire.send_keep([name, *rest], end)
         return self._read_written(name, rest, end)
 
     def _read_written(self, name: bytes, rest: list[bytes], end: float) -> Outcome:
         """The answers of `write`; whatever is there of a value that is not whole is dropped."""
         answers = [self._wire.read_stored(end) for _ in rest]
-        kept = all([self._wire.read_kept(end) for _ in rest])
         stored = self._wire.read_stored(end)
-        if kept and stored is True:
+        head_kept = self._wire.read_kept(end) if rest else True
+        kept = [self._wire.read_kept(end) for _ in rest]
+        if stored is True and head_kept and all(kept):
             return Outcome.STORED
-        dropped = [*rest, name] if stored is True else rest
+        dropped = [*rest, name] if stored is True and head_kept else rest
         if dropped:
             self._wire.drop(dropped, end)
         for answer in (*answers, stored):
             if isinstance(answer, ServerError):
                 raise answer
-        return Outcome.ALREADY if kept else Outcome.FULL
+        if stored is not True:
+            return Outcome.ALREADY
+        return Outcome.FULL if head_kept else Outcome.STORED  # without its head: somebody has deleted it since
 
     def remove(self, keys: Sequence[bytes], end: float) -> int:
         """Heads first: from then on the values are gone."""

@@ -80,11 +80,19 @@ class RedisWire:
         answers = self._ask([_header_command(name) for name in names], end)
         return [answer if isinstance(answer, bytes) and answer else None for answer in answers]
 
-    def send_store(self, name: bytes, body: Sequence[Buffer], value_bytes: int, head: bool, end: float) -> None:
-        """PSETEX and SETNX, whose value comes last: one event less for the server than options behind it."""
-        words = [b"SET" if self._ttl_ms else b"SETNX", name] if head else [b"PSETEX", name, self._unfinished]
-        options = (b"NX", b"PX", b"%d" % self._ttl_ms) if head and self._ttl_ms else ()
-        self.stream.send(value_command(words, body, *options), end)
+    def send_store(
+        self, name: bytes, body: Sequence[Buffer], value_bytes: int, end: float, *, head: bool, lasts: bool
+    ) -> None:
+        """PSETEX and SETNX, whose value comes last, where they do: one event less for the server than options behind
+        it."""
+        ttl = b"%d" % self._ttl_ms if lasts else self._unfinished
+        if not head:
+            sent = value_command([b"PSETEX", name, ttl], body)
+        elif lasts and not self._ttl_ms:
+            sent = value_command([b"SETNX", name], body)
+        else:
+            sent = value_command([b"SET", name], body, b"NX", b"PX", ttl)
+        self.stream.send(sent, end)
 
     def read_stored(self, end: float) -> bool | ServerError:
         """OK or 1; nil or 0 where there was one."""
@@ -93,11 +101,11 @@ class RedisWire:
             return as_error(answer, f"SET on {self.stream.address}")
         return answer in (b"OK", 1)
 
-    def send_keep(self, name: bytes, end: float) -> None:
+    def send_keep(self, names: Sequence[bytes], end: float) -> None:
         """PERSIST, or the value's ttl."""
-        self.stream.send(
-            [command(b"PEXPIRE", name, b"%d" % self._ttl_ms) if self._ttl_ms else command(b"PERSIST", name)], end
-        )
+        ttl = b"%d" % self._ttl_ms
+        words = [(b"PEXPIRE", name, ttl) if self._ttl_ms else (b"PERSIST", name) for name in names]
+        self.stream.send([b"".join(command(*each) for each in words)], end)
 
     def read_kept(self, end: float) -> bool:
         """1, or 0 if it is gone."""
