@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,11 +18,13 @@ from pdxfer.launcher import reaper
 from pdxfer.launcher.errors import LaunchError
 from pdxfer.launcher.spec import PortUse, ProcessSpec
 from pdxfer.launcher.supervise import Supervisor
+from pdxfer.testing.fake_clock import FakeClock
 
 SERVER = """
-import http.server, signal, sys, time
+import http.server, os, signal, sys, time
+def is_busy(): return "busy" in sys.argv and os.path.exists(sys.argv[-1])
 class H(http.server.BaseHTTPRequestHandler):
-    def do_GET(self): self.send_response(200); self.end_headers()
+    def do_GET(self): self.send_response(503 if is_busy() else 200); self.end_headers()
     def log_message(self, *a): pass
 if "deaf" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else: signal.signal(signal.SIGTERM, lambda *_: (print("leaving", flush=True), sys.exit(0)))
@@ -111,6 +114,41 @@ async def test_a_killed_process_is_reported_and_started_again() -> None:
     await until(lambda: out.lines.count(("pdxfer", "a is ready")) == 2, "ready again")
     assert supervisor.pid("a") not in (0, old)
     assert "a died (SIGKILL); its last lines:" in out.notes() and "(1 of 3)" in out.notes()
+    await supervisor.stop()
+
+
+async def test_a_restarted_process_that_is_not_ready_in_time_is_waited_for(tmp_path: Path) -> None:
+    """As a proxy while no prefill engine is there: it serves what it can, and nobody else is taken down for it."""
+    busy, out = tmp_path / "busy", Record()
+    spec = replace(server("a", "busy", str(busy)), ready_timeout_s=30.0)
+    supervisor = Supervisor([spec, server("b")], os.environ, out)
+    await supervisor.start()
+    watching, sibling = asyncio.create_task(supervisor.watch()), supervisor.pid("b")
+    busy.touch()
+    supervisor._keepers[0].spec = replace(spec, ready_timeout_s=0.5)
+    os.kill(supervisor.pid("a"), signal.SIGKILL)
+    await until(lambda: "a is up again but not ready after 0.5 s" in out.notes() or watching.done(), "the note")
+    assert not watching.done() and supervisor.pid("a") and list(supervisor.waiting_for) == ["a"]
+    busy.unlink()
+    await until(lambda: out.lines.count(("pdxfer", "a is ready")) == 2, "ready again")
+    assert not watching.done() and supervisor.waiting_for == {} and supervisor.pid("b") == sibling
+    await supervisor.stop()
+    await watching
+
+
+async def test_a_long_life_that_never_was_ready_does_not_forgive_deaths(tmp_path: Path) -> None:
+    """Else a process that dies after long loading would be started again for ever."""
+    busy, out, clock = tmp_path / "busy", Record(), FakeClock()
+    supervisor = Supervisor([server("a", "busy", str(busy))], os.environ, out, max_restarts=1, clock=clock)
+    await supervisor.start()
+    busy.touch()
+    old = supervisor.pid("a")
+    os.kill(old, signal.SIGKILL)
+    await until(lambda: supervisor.pid("a") not in (0, old), "up again")
+    clock.advance(600.0)
+    os.kill(supervisor.pid("a"), signal.SIGKILL)
+    with pytest.raises(LaunchError, match=r"a died \(SIGKILL\) 2 times; giving up"):
+        await asyncio.wait_for(supervisor.watch(), 20)
     await supervisor.stop()
 
 

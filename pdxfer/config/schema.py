@@ -49,7 +49,7 @@ class EngineConfig(Section, frozen=True):
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the engines."""
     startup_timeout_s: Seconds = 600.0
-    """An engine that is not ready after this is reported and ends the launch."""
+    """An engine that is not ready after this ends the launch; after a restart it is reported and waited for."""
     stop_timeout_s: Seconds = 20.0
     """After SIGTERM an engine has this long to leave; then it is killed."""
     max_restarts: Annotated[int, Meta(ge=0)] = 3

@@ -32,7 +32,7 @@ class ProcessSpec:
     ready_url: str
     """Answers 200 when the process is ready; `unix:PATH`: a socket that accepts then."""
     ready_timeout_s: float
-    """Not ready after this: the launch ends."""
+    """Not ready after this in its first life: the launch ends. In a later one it is waited for."""
     depends_on: tuple[str, ...] = ()
     """Started when these are ready."""
     stop_order: int = 0

@@ -1,7 +1,8 @@
 """Starts the processes of a plan, keeps them up, and takes them down in order. One event loop; no I/O of its own.
 
 waiting ──deps ready──▶ starting ──probe──▶ ready ──died──▶ backoff ──▶ starting ...   at most max_restarts times
-                           └── died before it was ever ready: the launch fails with its last error
+                           └── died, or out of time, before it was ever ready: the launch fails with its last error
+A process that has been ready before and is slow to be so again is waited for: the others serve on meanwhile.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from pdxfer.launcher.reaper import Reaper
 from pdxfer.launcher.spec import ProcessSpec
 
 _QUIET_S = 300.0
-"""Up for this long: earlier deaths are forgotten."""
+"""A life that was ready and this long: earlier deaths are forgotten."""
 _BACKOFF_MAX_S = 30.0
 _LAST_LINES = 12
 """Log lines shown again when a process died."""
@@ -164,12 +165,13 @@ class _Keeper:
         num_deaths, was_ready = 0, False
         while not self.is_stopping:
             started = self._clock.now()
-            code = await self._run_once()
+            code = await self._run_once(was_ready)
             if self.is_stopping:
                 return
+            was_quiet = self.is_ready and self._clock.now() - started > _QUIET_S
             was_ready = was_ready or self.is_ready
             self._ready[self.spec.name].clear()
-            num_deaths = 1 if self._clock.now() - started > _QUIET_S else num_deaths + 1
+            num_deaths = 1 if was_quiet else num_deaths + 1
             await self._after_death(code, num_deaths, was_ready)
 
     async def stop(self) -> None:
@@ -188,32 +190,36 @@ class _Keeper:
             await child.wait()
         self.state = "stopped"
 
-    async def _run_once(self) -> int:
-        """Start it and return its exit code when it is gone."""
+    async def _run_once(self, was_ready: bool) -> int:
+        """Start it and return its exit code when it is gone. `was_ready`: in an earlier life."""
         self.state = "starting"
         self.child = Child.start(
             self.spec, self._environ, lambda line: self._output.line(self.spec.name, line), self._reaper
         )
         gone = asyncio.create_task(self.child.wait())
         probe = asyncio.create_task(self._prober.until_ready())
+        both, time_s = [gone, probe], self.spec.ready_timeout_s
         try:
-            done, _ = await asyncio.wait(
-                [gone, probe], timeout=self.spec.ready_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(both, timeout=time_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done and not self.is_stopping:
+                self._out_of_time(was_ready)
+                done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if probe in done and gone not in done:
                 self.state = "ready"
                 self._ready[self.spec.name].set()
                 self._output.note(f"{self.spec.name} is ready")
-            elif not done and not self.is_stopping:
-                raise LaunchError(
-                    f"{self.spec.name} was not ready after {self.spec.ready_timeout_s:g} s: it {self._prober.reason}. "
-                    "See its log above"
-                )
             return await gone
         finally:
             probe.cancel()
             with suppress(asyncio.CancelledError):
                 await probe
+
+    def _out_of_time(self, was_ready: bool) -> None:
+        """Raise LaunchError, or say that it is waited for: what it needs may be down for longer than it was itself."""
+        what, time_s = self.spec.name, self.spec.ready_timeout_s
+        if not was_ready:
+            raise LaunchError(f"{what} was not ready after {time_s:g} s: it {self._prober.reason}. See its log above")
+        self._output.note(f"{what} is up again but not ready after {time_s:g} s: {self._prober.reason}; waiting for it")
 
     async def _after_death(self, code: int, num_deaths: int, was_ready: bool) -> None:
         """Report it; wait for the next start, or raise LaunchError."""
