@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from pdxfer.metrics.catalog import STAGES
+from pdxfer.proxy import readiness
 from pdxfer.proxy.app import Proxy
 from pdxfer.proxy.router_link import GRACE_S, RouterLink
 from pdxfer.proxy.settings import ProxySettings
@@ -201,6 +202,23 @@ async def test_short_prompts_and_lists_are_decoded_alone() -> None:
         assert header.startswith("mode=local; reason=short_prompt")
         _, header = await c.ask(STREAM | {"n": 2})
         assert header.startswith("mode=local; reason=n;")
+
+
+async def test_a_cluster_that_pairs_only_long_prompts_is_ready_while_a_pair_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The probe of GET /ready is shorter than min_remote_tokens then; without a prefill engine it still is 503."""
+    monkeypatch.setattr(readiness, "BELIEVE_S", 0.0)
+    async with cluster({"p0": "prefill", "d0": "decode"}) as c:
+        c.router.set_policy({"min_remote_tokens": 4096})
+        assert await c.get("/ready") == (200, {"ready": True, "reasons": []})
+        c.router.drain("p0", True)
+
+        async def is_unready() -> bool:
+            status, body = await c.get("/ready")
+            return status == 503 and "no prefill engine is ready" in body["reasons"][0]
+
+        await until(is_unready)
 
 
 @pytest.mark.slow

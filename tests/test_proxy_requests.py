@@ -12,7 +12,7 @@ from proxy_rig import MODEL, rig
 from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.testing.fake_model import next_words, tokenize
-from pdxfer.wire.messages import Busy, EngineRef, Local, Release
+from pdxfer.wire.messages import ONE_BLOCK, PREFILL_TOO_SMALL, SHORT_PROMPT, Busy, EngineRef, Local, Release
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 20
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 5}
@@ -282,6 +282,18 @@ async def test_health_and_ready_say_what_they_mean() -> None:
         assert isinstance(r.pairer.sent[0], Release)
         num_asked = len(r.pairer.asked)
         assert (await r.get("/ready"))[0] == 200 and len(r.pairer.asked) == num_asked
+
+
+@pytest.mark.parametrize("reason", [SHORT_PROMPT, ONE_BLOCK, PREFILL_TOO_SMALL])
+async def test_a_probe_that_is_only_of_the_wrong_length_is_ready(reason: str) -> None:
+    """A pair is there; and the decode engine must answer all the same."""
+    async with rig() as r:
+        r.pairer.answers += [lambda ask: r.pairer.local(ask, reason)]
+        assert (await r.get("/ready"))[0] == 200
+    async with rig() as r:
+        r.pairer.answers += [lambda ask: r.pairer.local(ask, reason)]
+        await r.decode.stop()
+        assert (await r.get("/ready"))[0] == 503
 
 
 async def test_a_pair_whose_decode_engine_does_not_listen_is_not_ready() -> None:

@@ -404,6 +404,15 @@ def test_some_requests_go_to_decode_alone(changes: dict[str, object], reason: st
     assert isinstance(answer, Local) and answer.reason == reason and answer.decode.engine_id == "d0"
 
 
+def test_a_short_prompt_that_had_no_prefill_either_says_so() -> None:
+    """Whoever reads "short prompt" may conclude that a longer one would be paired."""
+    world = World()
+    world.join("d0", "decode")
+    world.ask(num_tokens=255)
+    answer = world.answer("r1")
+    assert isinstance(answer, Local) and answer.reason == "no prefill engine is ready"
+
+
 def test_a_prompt_of_one_block_is_local() -> None:
     """Whatever min_remote_tokens says."""
     world = one_pair(min_remote_tokens=0)

@@ -10,10 +10,21 @@ from pdxfer.core.errors import UnreachableError
 from pdxfer.core.ids import new_request_id
 from pdxfer.proxy.engine_http import EngineHttp, LegError, read_all
 from pdxfer.proxy.pairer import Pairer
-from pdxfer.wire.messages import EngineRef, Local, Pair, Pairing, Release
+from pdxfer.wire.messages import (
+    ONE_BLOCK,
+    PREFILL_TOO_SMALL,
+    SHORT_PROMPT,
+    EngineRef,
+    Local,
+    Pair,
+    Pairing,
+    Release,
+)
 
 PROBE_TOKENS = 1024
 """Long enough to be paired under the usual router.min_remote_tokens, short enough to fit."""
+PAIR_IS_THERE = (SHORT_PROMPT, ONE_BLOCK, PREFILL_TOO_SMALL)
+"""Where it is not paired for one of these, a prompt of another length would be."""
 PROBE_TIMEOUT_S = 1.0
 BELIEVE_S = 5.0
 """A pairing seen this recently proves that a pair exists."""
@@ -41,13 +52,19 @@ class Readiness:
             return [f"router unreachable: {error}"]
         if isinstance(answer, Pairing):
             self._pairer.send(Release(transfer_id=answer.transfer_id, reason="readiness probe"))
-            problems = [p for p in await asyncio.gather(*map(self._problem, (answer.prefill, answer.decode))) if p]
-            if not problems:
-                self.paired()
-            return problems
+            return await self._problems(answer.prefill, answer.decode)
+        if isinstance(answer, Local) and answer.reason in PAIR_IS_THERE:
+            return await self._problems(answer.decode)
         if isinstance(answer, Local):
             return [f"no pair, only decode engine {answer.decode.engine_id} alone: {answer.reason}"]
         return [f"no engine can take a request: {answer.reason}"]
+
+    async def _problems(self, *engines: EngineRef) -> list[str]:
+        """Why one of the pair is of no use; empty: it is believed in for a while."""
+        problems = [p for p in await asyncio.gather(*map(self._problem, engines)) if p]
+        if not problems:
+            self.paired()
+        return problems
 
     async def _problem(self, engine: EngineRef) -> str:
         """Why the engine's HTTP server is of no use; empty if it is well."""

@@ -9,7 +9,7 @@ from pdxfer.router.outbox import Outbox
 from pdxfer.router.pairing import DecodeOffer, PrefillLoad, num_blocks_needed, pick_decode, pick_prefill
 from pdxfer.router.settings import RouterSettings
 from pdxfer.router.waiting import Key, Waiting, WaitingQueue
-from pdxfer.wire.messages import Busy, Local, Pair, Pairing
+from pdxfer.wire.messages import ONE_BLOCK, PREFILL_TOO_SMALL, SHORT_PROMPT, Busy, Local, Pair, Pairing
 
 _RETRY_MIN_S = 1.0
 _RETRY_MAX_S = 30.0
@@ -105,24 +105,25 @@ class Placement:
             return False
         decode, partners = next(entry for entry in pairs if entry[0].engine_id == decode_id)
         if wants_prefill and pair.num_tokens <= _block_size(decode):
-            wants_prefill, reason = False, "prompt of one block"
+            wants_prefill, reason = False, ONE_BLOCK
         prefill = _pick_prefill(partners, pair.num_tokens) if wants_prefill else None
         if prefill is not None:
             self._pair(waiting, prefill, decode, now)
         else:
-            self._local(waiting, decode, now, reason or "no prefill engine can hold the prompt")
+            self._local(waiting, decode, now, reason or PREFILL_TOO_SMALL)
         return True
 
     def _wants_prefill(self, pair: Pair, pairs: Pairs) -> tuple[bool, str]:
-        """Whether to pair the request, else why not."""
+        """Whether to pair the request, else why not. What is missing comes before what its prompt does not need: the
+        reason then says whether another one would be paired."""
         if self.is_stopping:
             return False, _STOPPING
         if pair.local_only:
             return False, "asked for a decode engine alone"
-        if pair.num_tokens < self._settings.min_remote_tokens:
-            return False, "short prompt"
         if not any(partners for _, partners in pairs):
             return False, "no prefill engine is ready"
+        if pair.num_tokens < self._settings.min_remote_tokens:
+            return False, SHORT_PROMPT
         return True, ""
 
     def _kept_free(self, waiting: Waiting) -> str | None:

@@ -230,6 +230,12 @@ class Pairing(Message, frozen=True, tag="pairing"):
     """Seconds until the decode capacity held for it is given up."""
 
 
+SHORT_PROMPT = "short prompt"
+ONE_BLOCK = "prompt of one block"
+PREFILL_TOO_SMALL = "no prefill engine can hold the prompt"
+"""Reasons of a Local that concern the prompt alone: a pair for another one was there."""
+
+
 class Local(Message, frozen=True, tag="local"):
     """R → P. Send the request to this decode engine alone."""
 
