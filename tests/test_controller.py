@@ -15,7 +15,7 @@ from router_kit import SmallEngine, make_hello, wait_until
 from pdxfer.controller.app import serve
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
-from pdxfer.core.errors import ConfigError
+from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.router.server import RouterServer, RouterSettings
 
 TOKEN = {"Authorization": "Bearer s3cret"}
@@ -117,7 +117,7 @@ def test_a_public_controller_without_token_is_refused() -> None:
 def test_a_taken_port_is_one_clear_error(router: RouterServer) -> None:
     """The address and the setting are named."""
     port = int(router.endpoint.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*controller.port"):
+    with pytest.raises(ListenError, match=f"127.0.0.1:{port}.*controller.port"):
         serve(RouterSettings(bind="tcp://127.0.0.1:*"), ControllerSettings(port=port))
 
 
