@@ -10,7 +10,7 @@ import pytest
 from pdxfer.core.errors import ChannelError, ConfigError, ProtocolError
 from pdxfer.testing.channel_suite import ChannelSuite, make_unit, until
 from pdxfer.transport import frames
-from pdxfer.transport.base import EndpointFactory
+from pdxfer.transport.base import Abort, EndpointFactory
 from pdxfer.transport.frames import FrameSocket, FrameType
 from pdxfer.transport.tcp import TcpAddress, TcpEndpoint, listen
 
@@ -49,6 +49,17 @@ class TestTcpChannel(ChannelSuite):
             frames.unpack_head(frames.HEAD.pack(FrameType.CONTROL, 8, 8))
         with pytest.raises(ProtocolError, match="unknown type 77"):
             frames.unpack_head(frames.HEAD.pack(77, 8, 8))
+
+    def test_a_control_goes_over_the_newest_connection(self) -> None:
+        """An older one may lead nowhere: its host was lost, and the system has not noticed yet."""
+        channels, came = [self.connect() for _ in range(8)], []
+        for number, channel in enumerate(channels):
+            channel._next = lambda head, meta, number=number: came.append(number)
+        self.decode.endpoint.tell(self.prefill.me, Abort(transfer_id="t-1", epoch=0, reason="test"))
+        until(lambda: came, "the control")
+        for channel in channels:
+            channel.close()
+        assert came == [7]
 
     def test_a_fence_ends_a_unit_in_its_middle(self) -> None:
         """The writer stops in mid-unit; after the fence its remaining bytes land nowhere."""

@@ -423,8 +423,8 @@ class OneConnection:
         self.kind, self.peers = kind, peers
         self.fenced: list[PeerId] = []
 
-    def has(self, peer: PeerId) -> bool:
-        return peer in self.peers
+    def connections(self, peer: PeerId) -> frozenset[object]:
+        return frozenset({peer} & set(self.peers))
 
     def tell(self, peer: PeerId, control: Control) -> None:
         if peer not in self.peers:

@@ -170,10 +170,18 @@ class Rig:
     def channel(self) -> Channel:
         """The open one, or a new one."""
         if self._channel is None or self._channel.dead:
-            channel = self.here.connect(D0, self.there.address(), 5.0)
-            channel.probe(30.0)  # as the pool does: until then decode may not know whom to tell of its slots
-            self._channel = _Tampering(channel, self)
+            self._channel = _Tampering(self.connect(), self)
         return self._channel  # type: ignore[return-value]
+
+    def reconnect(self) -> Channel:
+        """Another one, used from now on; the one before stays open, and is returned."""
+        before, self._channel = self.channel(), _Tampering(self.connect(), self)
+        return before
+
+    def connect(self) -> Channel:
+        channel = self.here.connect(D0, self.there.address(), 5.0)
+        channel.probe(30.0)  # as the pool does: until then decode may not know whom to tell of its slots
+        return channel
 
     def _lane(self, engine_id: str, report: Callable[[Report], None]) -> Lane:
         return Lane(engine_id, self.prefill.region, self.channel, report, lambda c, r: None, 1, self.wire_sender)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from pdxfer.node.incoming import Incoming
+from pdxfer.node.incoming import Connections, Incoming
 from pdxfer.node.staging_ring import Key
 from pdxfer.wire.halves import Expect
 
@@ -28,13 +28,13 @@ class Grants:
     def __repr__(self) -> str:
         return f"<Grants live={len(self.live)} ended={len(self._ended)}>"
 
-    def add(self, expect: Expect, num_layers: int) -> bool:
+    def add(self, expect: Expect, num_layers: int, connections: Connections) -> bool:
         """A new one. False: it is here, or was. `changed` held."""
         key = (expect.transfer_id, expect.epoch)
         if self.is_known(key):
             return False
         shape = (len(expect.block_ids), num_layers)
-        self.live[key] = Incoming(expect, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
+        self.live[key] = Incoming(expect, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), connections)
         self.changed.notify_all()
         return True
 

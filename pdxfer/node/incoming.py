@@ -9,6 +9,9 @@ from pdxfer.node.staging_ring import Key
 from pdxfer.transport.base import PeerId, UnitHeader
 from pdxfer.wire.halves import Expect
 
+Connections = frozenset[tuple[str, object]]
+"""Of peers to us: kind and token; see Endpoint.connections."""
+
 
 @dataclass(slots=True)
 class Incoming:
@@ -19,6 +22,9 @@ class Incoming:
     """Shape [blocks of the grant, layers]."""
     claimed_cells: npt.NDArray[np.bool_]
     """Same shape: claimed once, so no unit is written twice."""
+    connections: Connections
+    """Of its writer when it was given out. All of it comes over one of them: the sender takes the channel that is open
+    when the Grant arrives, and keeps it."""
     peer: PeerId | None = None
     """Who writes; known with the first claim."""
     channel: str = ""
@@ -59,6 +65,15 @@ class Incoming:
         at = header.first_block - self.expect.first_block
         layers = slice(header.first_layer, header.first_layer + header.num_layers)
         return slice(at, at + header.num_blocks), layers
+
+    def can_come(self, now: Connections) -> bool:
+        """Whether what is missing may still come over one of the connections that its peer has `now`: of its channel's
+        kind, if that is known, and a later one only if there was none when it was given out."""
+        before, now = self._of_its_kind(self.connections), self._of_its_kind(now)
+        return bool(before & now if before else now)
+
+    def _of_its_kind(self, connections: Connections) -> Connections:
+        return frozenset((kind, one) for kind, one in connections if self.channel in ("", kind))
 
     @property
     def num_valid(self) -> int:

@@ -81,8 +81,9 @@ class Receiver:
     def expect(self, expect: Expect) -> None:
         """From now on these blocks may be filled under this transfer and epoch."""
         key = (expect.transfer_id, expect.epoch)
+        connections = self._writers.connections(*self._writers.of(expect))
         with self._grants.changed:
-            if not self._grants.add(expect, self._region.layout.num_layers):
+            if not self._grants.add(expect, self._region.layout.num_layers, connections):
                 return
         self._writers.attend(self._grants.any_live)
         if self._staging is not None:
@@ -192,18 +193,19 @@ class Receiver:
         self._revoker.begin(incoming, f"{peer.engine_id}: {control.reason or 'stopped'}")
 
     def lost(self, peer: PeerId, reason: str, kind: str = "") -> None:
-        """A connection of that peer ended: what came over it, and what could come over no other one, is missing."""
-        if self._writers.is_connected(peer, kind):
-            return
-        elsewhere = self._writers.is_connected(peer)
+        """A connection of that peer ended: what came over it is missing, and what no other one can bring. The peer may
+        have opened a new one before we noticed."""
+        connections = self._writers.connections(peer)
         with self._grants.changed:
             theirs = [i for i in self._grants.live.values() if i.expect.prefill_id == peer.engine_id]
         for incoming in theirs:
-            if incoming.peer is None and (elsewhere or peer not in self._writers.of(incoming)):
+            if incoming.peer is None and peer not in self._writers.of(incoming.expect):
                 continue
             if incoming.peer is not None and (incoming.peer, incoming.channel) != (peer, kind):
                 continue
-            incoming.peer_stopped = incoming.peer_stopped or not elsewhere
+            if incoming.all_sent or incoming.can_come(connections):
+                continue
+            incoming.peer_stopped = incoming.peer_stopped or not connections
             self._revoker.begin(incoming, f"connection to {peer.engine_id} lost: {reason}")
 
     def expects(self, header: UnitHeader) -> bool:
@@ -263,7 +265,7 @@ class Receiver:
         if incoming is None:
             return
         credit = self._staging.credit(key, num_slots)
-        self._writers.tell(self._writers.of(incoming), credit, STAGED)
+        self._writers.tell(self._writers.of(incoming.expect), credit, STAGED)
 
     def _landed(self, incoming: Incoming) -> Landed:
         return Landed(

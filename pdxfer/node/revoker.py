@@ -68,7 +68,7 @@ class Revoker:
             self._grants.changed.notify_all()
         transfer_id, epoch = incoming.key
         abort = Abort(transfer_id=transfer_id, epoch=epoch, reason=reason[:1000])
-        is_pushed = self._writers.tell(self._writers.of(incoming), abort)
+        is_pushed = self._writers.tell(self._writers.of(incoming.expect), abort)
         with self._grants.changed:
             incoming.pushed = incoming.pushed or is_pushed
             incoming.told = True

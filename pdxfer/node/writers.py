@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from pdxfer.core.errors import ChannelError
-from pdxfer.node.incoming import Incoming
+from pdxfer.node.incoming import Connections, Incoming
 from pdxfer.transport.base import Control, Endpoint, PeerId
+from pdxfer.wire.halves import Expect
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +28,13 @@ class Writers:
         """Once; none are known before."""
         self._endpoints = endpoints
 
-    def of(self, incoming: Incoming) -> list[PeerId]:
+    def of(self, expect: Expect) -> list[PeerId]:
         """The ranks of the engine that this grant was given to."""
-        return [p for p in self._peers() if p.engine_id == incoming.expect.prefill_id]
+        return [p for p in self._peers() if p.engine_id == expect.prefill_id]
 
-    def is_connected(self, peer: PeerId, kind: str | None = None) -> bool:
-        """Over a channel of this kind; None: of any."""
-        return any(e.has(peer) for e in self._endpoints if kind is None or e.kind == kind)
+    def connections(self, *peers: PeerId) -> Connections:
+        """All that these peers have to this rank now."""
+        return frozenset((e.kind, one) for e in self._endpoints for peer in peers for one in e.connections(peer))
 
     def tell(self, peers: Sequence[PeerId], control: Control, kinds: Collection[str] = ()) -> bool:
         """Over every connection of these peers (of these kinds; of all, if none are named). True: one that was told
@@ -48,7 +49,7 @@ class Writers:
 
     def fence(self, incoming: Incoming) -> None:
         """After it returns nothing of this grant can land; see Endpoint.fence."""
-        for peer in self.of(incoming):
+        for peer in self.of(incoming.expect):
             for endpoint in self._endpoints:
                 if endpoint.writes_here or incoming.pushed or not incoming.told:
                     endpoint.fence(peer)

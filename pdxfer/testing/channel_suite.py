@@ -220,6 +220,18 @@ class ChannelSuite:
         self.channel = self.connect()
         assert self.channel.generation == (0 if self.decode.endpoint.writes_here else 5)
 
+    def test_each_connection_is_named_as_long_as_it_is_there(self) -> None:
+        """So that what came over one that is lost is told from what comes over another."""
+        endpoint, me = self.decode.endpoint, self.prefill.me
+        [first] = endpoint.connections(me)
+        later = self.connect()
+        assert len(endpoint.connections(me)) == 2 and first in endpoint.connections(me)
+        [second] = endpoint.connections(me) - {first}
+        self.channel.close()
+        self.channel = later
+        until(lambda: self.decode.sink.losses, "the close to be noticed")
+        assert endpoint.connections(me) == {second} and not endpoint.connections(self.decode.me)
+
     # ---- moving bytes ----------------------------------------------------------------------------------------------
 
     def test_a_unit_lands_byte_for_byte_where_it_was_granted_and_nowhere_else(self) -> None:

@@ -150,7 +150,7 @@ class Sink(Protocol):
         ...
 
     def lost(self, peer: PeerId, reason: str) -> None:
-        """The connection to this peer is gone; no byte from it can arrive any more on this channel."""
+        """A connection of this peer is gone (`Endpoint.connections` no longer names it); no byte can come over it."""
         ...
 
 
@@ -229,8 +229,8 @@ class Endpoint(Protocol):
         """Open a channel to a peer. Raises ChannelError with what to check."""
         ...
 
-    def has(self, peer: PeerId) -> bool:
-        """Whether that peer has a connection to this endpoint over which it could write."""
+    def connections(self, peer: PeerId) -> frozenset[object]:
+        """Those of that peer to this endpoint, over which it could write. Tokens: equal while it is the same one."""
         ...
 
     def tell(self, peer: PeerId, control: Control) -> None:

@@ -150,9 +150,9 @@ class LoopbackEndpoint:
         channel.generation = target.sink.generation if self.net.one_sided else 0
         return channel
 
-    def has(self, peer: PeerId) -> bool:
+    def connections(self, peer: PeerId) -> frozenset[object]:
         """See Endpoint."""
-        return any(c.endpoint.me == peer and not c.dead for c in list(self._incoming))
+        return frozenset(c for c in list(self._incoming) if c.endpoint.me == peer and not c.dead)
 
     def tell(self, peer: PeerId, control: Control) -> None:
         """See Endpoint."""

@@ -145,13 +145,13 @@ class NixlEndpoint:
             raise ChannelError(f"nixl to {describe(peer)}: {error}") from error
         return channel
 
-    def has(self, peer: PeerId) -> bool:
+    def connections(self, peer: PeerId) -> frozenset[object]:
         """See Endpoint."""
-        return any(target.has(peer) for target in self._targets)
+        return frozenset(one for target in self._targets for one in target.connections(peer))
 
     def tell(self, peer: PeerId, control: Control) -> None:
         """See Endpoint."""
-        if not any([target.tell(peer, control) for target in self._targets if target.has(peer)]):
+        if not any([target.tell(peer, control) for target in self._targets if target.connections(peer)]):
             raise ChannelError(f"{describe(peer)} has no nixl channel to this node")
 
     def fence(self, peer: PeerId) -> None:

@@ -98,9 +98,9 @@ class Target:
                 return True
         return False
 
-    def has(self, peer: PeerId) -> bool:
-        """Whether the peer has a session here."""
-        return any(session.peer == peer for session in self.sessions())
+    def connections(self, peer: PeerId) -> frozenset[str]:
+        """The agents of the peer that have a session here."""
+        return frozenset(session.name for session in self.sessions() if session.peer == peer)
 
     def renew(self, reason: str) -> None:
         """The fence: when it returns, nothing that any peer of this group has posted can land."""

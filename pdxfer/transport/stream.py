@@ -71,7 +71,8 @@ class StreamServer:
         self.admission = Admission()
         self._server = server
         self._lock = threading.Lock()
-        self._accepted: set[Accepted] = set()
+        self._accepted: dict[Accepted, None] = {}
+        """Oldest first."""
         self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
         self._stopping = threading.Event()
         self._accepter = threading.Thread(target=self._accept, name=f"pdxfer-{self.kind}-accept", daemon=True)
@@ -156,7 +157,7 @@ class StreamServer:
             name = f"pdxfer-{self.kind}-in"
             connection.thread = threading.Thread(target=self._serve, args=(connection, sock), name=name, daemon=True)
             with self._lock:
-                self._accepted.add(connection)
+                self._accepted[connection] = None
             connection.thread.start()
 
     def _serve(self, connection: Accepted, sock: socket.socket) -> None:
@@ -175,7 +176,7 @@ class StreamServer:
         finally:
             frames.close()
             with self._lock:
-                self._accepted.discard(connection)
+                self._accepted.pop(connection, None)
             if connection.peer is None:
                 log.debug("%s connection refused: %s", self.kind, reason)
             else:
@@ -220,13 +221,13 @@ class StreamEndpoint(StreamServer):
         """Constant: a fence cuts connections, the address stays."""
         return 0
 
-    def has(self, peer: PeerId) -> bool:
+    def connections(self, peer: PeerId) -> frozenset[object]:
         """See Endpoint."""
-        return any(c.peer == peer and not c.frames.closing for c in self._connections())
+        return frozenset(c for c in self._connections() if c.peer == peer and not c.frames.closing)
 
     def tell(self, peer: PeerId, control: Control) -> None:
-        """See Endpoint."""
-        for connection in self._connections():
+        """See Endpoint. The newest: an older one may be dead, and its end not noticed yet."""
+        for connection in reversed(self._connections()):
             if connection.peer == peer and not connection.frames.closing:
                 connection.frames.send(FrameType.CONTROL, _encode(control))
                 return
