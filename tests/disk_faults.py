@@ -24,8 +24,12 @@ class FaultyFiles(OsFiles):
         """Which paths the errors hit."""
         self.calls: dict[str, int] = {}
         self.hang = threading.Event()
-        """While `hanging`, reads and writes of the slab wait for this."""
+        """While `hanging`, calls that are `hung` wait for this."""
         self.hanging = False
+        self.hung: Callable[[str, str], bool] = lambda call, path: call in ("read", "write") and path.endswith("slab")
+        """Which calls of which paths."""
+        self.waiting = 0
+        """Threads that hang now."""
         self._paths: dict[int, str] = {}
 
     def open(self, path: str, flags: int) -> int:
@@ -57,8 +61,10 @@ class FaultyFiles(OsFiles):
     def _maybe(self, call: str, path: str) -> None:
         assert threading.current_thread() is not threading.main_thread(), f"{call} on the event loop's thread"
         self.calls[call] = self.calls.get(call, 0) + 1
-        if self.hanging and call in ("read", "write") and path.endswith("slab"):
+        if self.hanging and self.hung(call, path):
+            self.waiting += 1
             assert self.hang.wait(30.0), "a hang in a test was not ended"
+            self.waiting -= 1
         number = self.errors.get(call)
         if number is not None and self.only(path):
             raise OSError(number, os.strerror(number), path)

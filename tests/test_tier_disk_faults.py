@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,22 @@ async def back(t: Opened) -> None:
     await until(lambda: t.tier.stats().reachable, "the tier to find its disk")
 
 
+@contextmanager
+def the_loop_goes_on(seconds: int) -> Iterator[None]:
+    """AssertionError where the event loop's thread is when it has not come out of this after so long."""
+
+    def stalled(*_: object) -> None:
+        raise AssertionError("the event loop stood still")
+
+    before = signal.signal(signal.SIGALRM, stalled)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 # -- errors of system calls -------------------------------------------------------------------------------------------
 
 
@@ -82,9 +98,6 @@ async def test_a_put_that_comes_as_the_slab_has_just_grown_does_not_stall_the_lo
             growing.wait()
             super().allocate(fd, offset, length)
 
-    def stalled(*_: object) -> None:
-        raise AssertionError("the event loop stood still")
-
     tier = DiskTier(
         Wanted(capacity_bytes=4 * MIB).config(f"file://{tmp_path}/kv", threads="1"), FakeClock(), files=SlowToGrow()
     )
@@ -98,13 +111,8 @@ async def test_a_put_that_comes_as_the_slab_has_just_grown_does_not_stall_the_lo
     growing.set()
     shelf.jobs._pool.submit(int).result()  # runs after the growth, in the only thread
     second = asyncio.ensure_future(put(t, "second"))
-    before = signal.signal(signal.SIGALRM, stalled)
-    signal.alarm(20)
-    try:
+    with the_loop_goes_on(20):
         assert await asyncio.gather(first, second) == [Outcome.STORED, Outcome.STORED]
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
     await tier.close()
 
 
@@ -198,6 +206,36 @@ async def test_a_hung_disk_costs_no_call_more_than_its_deadline(tmp_path: Path) 
         assert await put(t, "b") is Outcome.STORED
     async with opened(f"file://{tmp_path}/kv", OsFiles()) as t:
         assert await t.holds("a", "b", "c") == [True, True, False]
+
+
+async def test_a_disk_that_hangs_in_its_table_does_not_hold_up_the_loop(tmp_path: Path) -> None:
+    """What is deleted or evicted meanwhile needs no thread; its entries are erased when the disk goes on."""
+    files = FaultyFiles()
+    async with opened(f"file://{tmp_path}/kv", files) as t:
+        while not t.tier.stats().evictions:
+            await t.stored(t.tier.stats().puts, num_bytes=SIZE)
+        last = t.tier.stats().puts - 1
+        files.hung, files.hanging = (lambda call, path: path.endswith("table")), True
+        hung = asyncio.ensure_future(put(t, "hung"))
+        await until(lambda: files.waiting, "a put to hang in the table")
+        evictions = t.tier.stats().evictions
+        with the_loop_goes_on(10):
+            assert await t.tier.delete([key_of(last)], t.clock.now() + 0.05) == 1
+            for name in ("in its place", "in another's"):
+                late = t.tier.put(key_of(name), [value_of(name, SIZE)], t.clock.now() + 0.05)
+                assert await late is Outcome.LATE
+        assert t.tier.stats().evictions > evictions
+        there = await t.holds(*range(last + 1))
+        assert there.count(True) >= 8 and not there[last]
+        files.hanging = False
+        files.hang.set()
+        assert await hung is Outcome.STORED
+        assert await put(t, "after") is Outcome.STORED
+        there = await t.holds(*range(last + 1))
+    async with opened(f"file://{tmp_path}/kv", OsFiles()) as t:
+        assert await t.holds(*range(last + 1)) == there
+        assert await t.holds("hung", "after", "in its place", "in another's") == [True, True, False, False]
+        assert not t.tier.stats().failures
 
 
 async def test_memory_that_is_used_again_after_a_late_put_is_never_a_value(tmp_path: Path) -> None:

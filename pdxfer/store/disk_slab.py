@@ -11,6 +11,7 @@ whole values. After a power cut writes may be missing in any order: the checks o
 import errno
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from pdxfer.store.disk_files import NOTHING, FileLayer, digest, in_place, read_all, stage, write_all
@@ -41,7 +42,8 @@ GROW_AGAIN_S = 1.0
 
 
 class Slab:
-    """Implements Medium. Table writes are under one lock; payload goes to disjoint blocks without any."""
+    """Implements Medium. Table writes are under one lock, which the loop never takes: a disk that hangs in one would hold
+    it. Payload goes to disjoint blocks without any."""
 
     def __init__(
         self,
@@ -64,7 +66,8 @@ class Slab:
         self._is_ours = is_ours
         self._damage: dict[str, int] = {}
         self._table_lock = threading.Lock()
-        self._erasures: list[int] = []
+        self._erasures: deque[int] = deque()
+        """Slots. The loop appends, who has the table's lock takes away what is written."""
         self._space = Space(0)
         self._allocated_blocks = 0
         self._free_slots: list[int] = []
@@ -142,8 +145,7 @@ class Slab:
             self._grow_after = now + GROW_AGAIN_S
 
     def erase(self, record: Record) -> None:
-        with self._table_lock:
-            self._erasures.append(record.slot)
+        self._erasures.append(record.slot)
 
     def free(self, record: Record) -> None:
         self._space.give(record.extents)
@@ -232,8 +234,8 @@ class Slab:
 
     def _erase_queued(self) -> None:
         while self._erasures:
-            write_all(self._files, self._at.table, memoryview(_FREE_SLOT), slot_offset(self._erasures[-1]))
-            self._erasures.pop()
+            write_all(self._files, self._at.table, memoryview(_FREE_SLOT), slot_offset(self._erasures[0]))
+            self._erasures.popleft()
 
 
 def _pieces(record: Record, block: memoryview) -> Iterator[tuple[int, memoryview]]:
