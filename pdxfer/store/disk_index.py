@@ -6,7 +6,8 @@ same facts durably and rebuilds this at open.
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -74,18 +75,20 @@ class Index:
         self._pin_bytes = int(capacity_bytes * pin_fraction)
         self._quota = {kept_tenant(tenant): quota for tenant, quota in tenant_quota.items()}
         self._ttl_s = ttl_s
-        self._by_age: dict[bytes, Record] = {}
+        self._values: dict[bytes, Record] = {}
         self._policy = new_policy(eviction)
+        self._ages: list[tuple[float, bytes]] = []
+        """When each was made, and its key, in this order (the wall clock may step back); with a ttl only."""
         self._pinned: dict[bytes, Record] = {}
-        """Not known to the policy."""
+        """Known neither to the policy nor to the ages."""
         self._next_unpin = FOREVER
         self._tenants: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._by_age)
+        return len(self._values)
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(self._by_age.values())
+        return iter(self._values.values())
 
     def room_of(self, num_bytes: int) -> int:
         """Bytes of the medium a value occupies."""
@@ -93,7 +96,7 @@ class Index:
 
     def find(self, key: bytes, wall: float) -> Record | None:
         """The value, unless it is too old."""
-        record = self._by_age.get(key)
+        record = self._values.get(key)
         return None if record is None or self._too_old(record, wall) else record
 
     def placed(self, record: Record) -> None:
@@ -106,18 +109,18 @@ class Index:
 
     def add(self, record: Record) -> None:
         """A placed value has become visible."""
-        assert record.key not in self._by_age and not record.dead, record
-        self._by_age[record.key] = record
+        assert record.key not in self._values and not record.dead, record
+        self._values[record.key] = record
         if record.pin_until:
             self._keep(record)
         else:
-            self._policy.added(record.key, record.num_bytes)
+            self._rank(record)
 
     def remove(self, record: Record) -> None:
         """It is not visible any more."""
-        del self._by_age[record.key]
+        del self._values[record.key]
         record.dead = True
-        self._policy.removed(record.key)
+        self._unrank(record)
         self._pinned.pop(record.key, None)
 
     def used(self, record: Record) -> None:
@@ -126,24 +129,23 @@ class Index:
         self._policy.used(record.key)
 
     def expired(self, wall: float) -> list[Record]:
-        """Values beyond their ttl."""
-        gone = []
-        for record in self._by_age.values():
-            if not self._too_old(record, wall):
-                break
-            gone.append(record)
-        return gone
+        """Values beyond their ttl: all that are there and that `find` does not show at this time."""
+        if not self._ttl_s:
+            return []
+        self._end_pins(wall)
+        num_gone = bisect_right(self._ages, wall, key=lambda age: age[0] + self._ttl_s)
+        return [self._values[key] for _, key in self._ages[:num_gone]]
 
     def victim(self, wall: float, tenant: str | None = None) -> Record | None:
         """Who goes first, of this tenant or of all, to be removed by the caller; None: all are pinned or being read."""
         self._end_pins(wall)
 
         def stays(key: bytes) -> bool:
-            record = self._by_age[key]
+            record = self._values[key]
             return bool(record.readers) or (tenant is not None and record.tenant != tenant)
 
         key = self._policy.evict(stays)
-        return None if key is None else self._by_age[key]
+        return None if key is None else self._values[key]
 
     # -- pins and quotas ----------------------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Index:
         if record.key not in self._pinned and pinned + self.room_of(record.num_bytes) > self._pin_bytes:
             return False
         record.pin_until = until
-        self._policy.removed(record.key)
+        self._unrank(record)
         self._keep(record)
         return True
 
@@ -166,7 +168,7 @@ class Index:
         """It may go again."""
         record.pin_until = 0.0
         if self._pinned.pop(record.key, None) is not None:
-            self._policy.added(record.key, record.num_bytes)
+            self._rank(record)
 
     def over_quota(self, tenant: str, num_bytes: int) -> bool:
         """Whether the tenant has no room left for a value of this size."""
@@ -191,10 +193,23 @@ class Index:
         )
 
     def scan(self, after: bytes, limit: int, wall: float) -> list[Entry]:
-        """The first `limit` entries beyond `after`."""
-        keys: Iterable[bytes] = heapq.nsmallest(limit, (key for key in self._by_age if key > after))
-        found = [self.find(key, wall) for key in keys]
-        return [self.entry(record, wall) for record in found if record is not None]
+        """The first `limit` entries beyond `after`; fewer: there are no more."""
+        shown = (key for key, record in self._values.items() if key > after and not self._too_old(record, wall))
+        return [self.entry(self._values[key], wall) for key in heapq.nsmallest(limit, shown)]
+
+    def _rank(self, record: Record) -> None:
+        """It may go."""
+        self._policy.added(record.key, record.num_bytes)
+        if self._ttl_s:
+            insort(self._ages, (record.created_wall, record.key))
+
+    def _unrank(self, record: Record) -> None:
+        """It may not, or went."""
+        self._policy.removed(record.key)
+        age = (record.created_wall, record.key)
+        place = bisect_left(self._ages, age)
+        if self._ages[place : place + 1] == [age]:
+            del self._ages[place]
 
     def _keep(self, record: Record) -> None:
         self._pinned[record.key] = record

@@ -98,9 +98,9 @@ class Shelf:
 
     # -- what is on it ----------------------------------------------------------------------------------------------
 
-    def expire(self) -> None:
+    def expire(self, wall: float) -> None:
         """Values beyond their ttl go."""
-        for record in self.index.expired(self.clock.wall()):
+        for record in self.index.expired(wall):
             self.drop(record)
 
     def evict(self, record: Record) -> None:

@@ -82,8 +82,9 @@ class Writer:
         fits = record.num_bytes <= shelf.medium.room_bytes and self._pool.fits(record.num_bytes)
         if not fits or shelf.index.never_fits(record.tenant, record.num_bytes):
             return Outcome.TOO_LARGE
-        shelf.expire()
-        return Outcome.ALREADY if shelf.index.find(record.key, self._clock.wall()) is not None else None
+        wall = self._clock.wall()
+        shelf.expire(wall)
+        return Outcome.ALREADY if shelf.index.find(record.key, wall) is not None else None
 
     async def _find_room(self, record: Record, deadline: float) -> Outcome | None:
         """Give `record` its place: free, by growing, or by evicting. None: done."""
@@ -91,7 +92,7 @@ class Writer:
         while shelf.usable() and shelf.epoch == epoch:
             if self._left(deadline) <= 0:
                 return Outcome.LATE
-            shelf.expire()
+            shelf.expire(self._clock.wall())
             over_quota = shelf.index.over_quota(record.tenant, record.num_bytes)
             if not over_quota and shelf.medium.place(record):
                 record.epoch = epoch

@@ -2,7 +2,7 @@
 
 
 class FakeClock:
-    """Implements core.clock.Clock. Both clocks advance together."""
+    """Implements core.clock.Clock. Both clocks advance together, but for `shift_wall`."""
 
     def __init__(self, now: float = 1000.0, wall: float = 1_700_000_000.0) -> None:
         self._now, self._wall = now, wall
@@ -17,4 +17,8 @@ class FakeClock:
         """Move both clocks forward."""
         assert seconds >= 0, seconds
         self._now += seconds
+        self._wall += seconds
+
+    def shift_wall(self, seconds: float) -> None:
+        """Somebody sets the time of day, so much later or (negative) earlier."""
         self._wall += seconds

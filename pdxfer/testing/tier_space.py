@@ -103,6 +103,30 @@ class TierSpace(TierBase):
             assert await t.get(key_of("young")) is not None
             await t.stored("old")
 
+    async def test_what_is_too_old_is_stored_again_while_an_older_one_is_pinned(self, tmp_path: Path) -> None:
+        self.needs(self.pins and self.expires, "pins or expiry are the server's")
+        async with self.opened(tmp_path, ttl_s=60.0) as t:
+            await t.stored("pinned")
+            assert await t.tier.pin([key_of("pinned")], None, t.soon) == 1
+            await t.stored("again", "forgotten")
+            t.clock.advance(70.0)
+            await t.stored("again")
+            assert await t.holds("again", "forgotten") == [True, False]
+            assert await t.get(key_of("again")) == value_of("again", 1000)
+            assert t.tier.stats().num_values <= 2, "what is too old is gone, not only hidden"
+
+    async def test_what_is_too_old_is_stored_again_after_the_time_of_day_was_set_back(self, tmp_path: Path) -> None:
+        """The value stored before that seems to be the younger one."""
+        self.needs(self.expires, "expiry is the server's")
+        async with self.opened(tmp_path, ttl_s=60.0) as t:
+            await t.stored("before")
+            t.clock.shift_wall(-30.0)
+            await t.stored("after")
+            t.clock.advance(70.0)
+            assert await t.holds("after") == [False]
+            await t.stored("after")
+            assert await t.get(key_of("after")) == value_of("after", 1000)
+
     # -- pins -------------------------------------------------------------------------------------------------------
 
     async def test_pinned_values_stay_until_unpinned(self, tmp_path: Path) -> None:
