@@ -88,7 +88,9 @@ class DiskTier:
         return await self._home(key).put(key, parts, deadline, tenant)
 
     async def get(self, key: bytes, deadline: float) -> BufferLease | None:
-        return await self._home(key).get(key, deadline)
+        """Where there are others, a directory that hangs is not asked; the only one is the store's to leave alone."""
+        home = self._home(key)
+        return None if home.hangs and len(self._parts) > 1 else await home.get(key, deadline)
 
     # -- many keys: each at its home ---------------------------------------------------------------------------------
 

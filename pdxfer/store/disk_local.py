@@ -18,9 +18,12 @@ from pdxfer.store.disk_reservation import LocalReservation
 from pdxfer.store.disk_shelf import Shelf
 from pdxfer.store.disk_writer import Writer
 from pdxfer.store.lease import BufferLease, BufferPool, PooledBuffer
+from pdxfer.store.policy import PATIENCE_S
 
 MAX_ERRORS = 3
 """Reads in a row that fail before a value is given up."""
+MAX_OVERDUE = 3
+"""Reads past their deadline whose threads have not ended: with so many a medium is known to hang."""
 
 
 class LocalTier:
@@ -65,6 +68,11 @@ class LocalTier:
         await self._shelf.close()
         self._pool.close()
 
+    @property
+    def hangs(self) -> bool:
+        """Whether a further read would only wait for its deadline, and keep a buffer."""
+        return len(self._shelf.overdue) >= MAX_OVERDUE
+
     def stats(self) -> TierStats:
         index = self._shelf.index
         return self._shelf.counters.stats(
@@ -73,7 +81,7 @@ class LocalTier:
             capacity_bytes=self._capacity_bytes,
             num_values=len(index),
             pinned_bytes=index.pinned_bytes(self._clock.wall()),
-            reachable=self._shelf.attached,
+            reachable=self._shelf.answers,
         )
 
     def take_evicted(self) -> list[bytes] | None:
@@ -173,7 +181,8 @@ class LocalTier:
         done: asyncio.Future[bool | None] = loop.create_future()
         job = shelf.jobs.submit(self._medium.read, record, buffer.block)
         job.add_done_callback(partial(self._was_read, record, buffer, done))
-        timer = loop.call_later(deadline - self._clock.now(), self._too_late, done)
+        left = deadline - self._clock.now()
+        timer = loop.call_later(left, self._too_late, done, left >= PATIENCE_S)
         try:
             right = await done
         except asyncio.CancelledError:
@@ -184,16 +193,19 @@ class LocalTier:
             timer.cancel()
         return BufferLease(buffer, shelf.counters) if right else None
 
-    def _too_late(self, done: "asyncio.Future[bool | None]") -> None:
+    def _too_late(self, done: "asyncio.Future[bool | None]", patient: bool) -> None:
         """The deadline, and the thread has not ended: it keeps the buffer until it does."""
         if not done.done():
             self._shelf.counters.failed("late")
+            if patient:
+                self._shelf.overdue.add(done)
             done.set_result(None)
 
     def _was_read(
         self, record: Record, buffer: PooledBuffer, done: "asyncio.Future[bool | None]", job: "asyncio.Future[None]"
     ) -> None:
         """The thread has ended. The buffer is the caller's if the bytes are right and it still waits."""
+        self._shelf.overdue.discard(done)
         right = self._judge(record, job)
         self._unread(record)
         if done.done() or not right:
@@ -204,6 +216,7 @@ class LocalTier:
     def _judge(self, record: Record, job: "asyncio.Future[None]") -> bool:
         """Whether the bytes are right; a damaged value goes, one that could not be read after MAX_ERRORS tries."""
         error = job.exception()
+        is_known = not record.dead and record.epoch == self._shelf.epoch
         if isinstance(error, DamagedError):
             self._shelf.counters.failed(error.reason)
             record.errors = MAX_ERRORS
@@ -211,9 +224,9 @@ class LocalTier:
             record.errors += 1
         else:
             record.errors = 0
-            if not record.dead:
+            if is_known:
                 self._shelf.index.used(record)
-        if record.errors >= MAX_ERRORS and not record.dead:
+        if record.errors >= MAX_ERRORS and is_known:
             self._shelf.drop(record)
         return error is None
 

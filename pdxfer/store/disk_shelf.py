@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from pdxfer.core.clock import Clock
 from pdxfer.core.errors import ConfigError
@@ -44,6 +45,8 @@ class Shelf:
         """Counts attachments; a record of an older one has no room to give back."""
         self.busy = 0
         """Values being read, and places given to values not yet visible: room that will come by itself."""
+        self.overdue: set[asyncio.Future[Any]] = set()
+        """Reads that had time enough and whose threads have not ended."""
         self._new_index = new_index
         self._check_at = self._retry_at = 0.0
         self._recovery: asyncio.Task[None] | None = None
@@ -54,6 +57,11 @@ class Shelf:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self.attached else "lost"
         return f"<Shelf {self.kind} {state} values={len(self.index)} {self.medium}>"
+
+    @property
+    def answers(self) -> bool:
+        """It is there, and no read hangs in it."""
+        return self.attached and not self.overdue
 
     # -- is it there ------------------------------------------------------------------------------------------------
 

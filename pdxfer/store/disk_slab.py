@@ -42,8 +42,8 @@ GROW_AGAIN_S = 1.0
 
 
 class Slab:
-    """Implements Medium. Table writes are under one lock, which the loop never takes: a disk that hangs in one would hold
-    it. Payload goes to disjoint blocks without any."""
+    """Implements Medium. Table writes are under one lock, which the loop never takes (a disk that hangs would hold it);
+    payload goes to disjoint blocks without any."""
 
     def __init__(
         self,

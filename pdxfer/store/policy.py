@@ -1,5 +1,5 @@
 """Small decisions of the tiered store, as plain data in, plain data out: when to leave a failing tier alone, and which
-keys were seen before. Used by slot.py and writing.py; no I/O, no clock of their own, one thread.
+keys were seen before. Used by slot.py, writing.py and disk_local.py; no I/O, no clock of their own, one thread.
 """
 
 from collections import OrderedDict
@@ -7,6 +7,8 @@ from enum import StrEnum
 
 OPEN_AFTER = 3
 """Failures in a row after which a tier is not asked any more."""
+PATIENCE_S = 0.05
+"""A call that was given less than this and did not make it says nothing about the tier."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 4.0
 """Pauses double up to here, so a server that is back is found within 5 s."""

@@ -146,12 +146,13 @@ class Reader:
     async def _run(self, load: _Load, slot: TierSlot, run: list[int]) -> None:
         leases = await self._leases(slot, [load.wanted[i].key for i in run], load.deadline)
         held = [(i, lease) for i, lease in zip(run, leases, strict=True) if lease is not None]
-        if slot.readable and self._clock.now() < load.deadline:
-            for i, lease in zip(run, leases, strict=True):
-                if lease is None:
-                    self._absent(slot, load.wanted[i].key)
-        if not held:
-            return
+        if held:
+            await self._take(load, slot, held)
+        missed = [load.wanted[i].key for i, lease in zip(run, leases, strict=True) if lease is None]
+        await self._look_for(slot, missed, load.deadline)
+
+    async def _take(self, load: _Load, slot: TierSlot, held: list[tuple[int, Lease]]) -> None:
+        """Verify and deliver what came; the leases go back or on."""
         bad: list[tuple[int, str]] = []
         try:
             size = sum(len(lease.view) for _, lease in held)
@@ -239,6 +240,15 @@ class Reader:
                 why = str(error)
         await self.distrust(slot, key, why)
         return None
+
+    async def _look_for(self, slot: TierSlot, keys: Sequence[bytes], deadline: float) -> None:
+        """Values that a get did not bring. They may be there (no time, no buffer): an index of ours says so."""
+        keys = [key for key in keys if self._events.holds(slot.name, key)]
+        if keys and slot.readable and slot.tier.stats().reachable:
+            entries = await slot.lookup(keys, deadline) if slot.indexed else [None] * len(keys)
+            for key, entry in zip(keys, entries or (), strict=entries is not None):
+                if entry is None and self._clock.now() < deadline:
+                    self._absent(slot, key)
 
     def _absent(self, slot: TierSlot, key: bytes) -> None:
         """The tier says it has no such chunk: whoever believed it had is told. One that is away says nothing."""

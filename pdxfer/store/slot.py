@@ -16,7 +16,7 @@ from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import Clock
 from pdxfer.store.base import KEY_BYTES, Buffer, Entry, EvictionNotices, Lease, Outcome, Reservation, Tier
 from pdxfer.store.dram import DramTier
-from pdxfer.store.policy import Breaker, BreakerState, SecondSight
+from pdxfer.store.policy import PATIENCE_S, Breaker, BreakerState, SecondSight
 from pdxfer.store.shadow import Shadow, ShadowLease
 from pdxfer.store.shared import SharedDramTier
 
@@ -29,8 +29,6 @@ LOCAL = frozenset({"dram", "gpu", "disk", "file", "lmdb", "sqlite", "nixl-posix"
 """Kinds that belong to this host: their keys can be listed and mirrored."""
 FOREIGN = frozenset({"peer"})
 """Kinds that only show what is another store's: read, never written, never managed from here."""
-PATIENCE_S = 0.05
-"""A call that was given less than this and did not make it says nothing about the tier."""
 GRACE_S = 0.02
 """A tier ends its calls by itself at the deadline; this much later we stop waiting for it."""
 PROBE_KEY = bytes(KEY_BYTES)
@@ -63,6 +61,8 @@ class TierSlot:
         """Memory of this process: calls end by themselves, mostly at once."""
         self.shared = self.in_memory and not self.direct
         """Other processes write here, too: what they add is learnt by listing."""
+        self.indexed = self.local and not self.shared
+        """We know what it holds: its lookup asks nobody."""
         self._shared_dram = tier if isinstance(tier, SharedDramTier) else None
         """Its calls end by themselves, at their deadline."""
         self._notices = tier if isinstance(tier, EvictionNotices) else None
@@ -233,7 +233,7 @@ class TierSlot:
             if budget >= PATIENCE_S:
                 self._failed(breaker, "no answer in time")
             return None
-        return self._result(task, breaker)
+        return self._result(task, breaker, budget >= PATIENCE_S)
 
     async def _trusted(self, work: Callable[[float], Awaitable[T]], breaker: Breaker, until: float) -> T | None:
         """The call without a task and a timer around it (100 us): memory does not hang, a link has its own timer."""
@@ -247,7 +247,7 @@ class TierSlot:
             return None
         return result if self.direct else self._judged(result, breaker)
 
-    def _result(self, task: "asyncio.Future[T]", breaker: Breaker) -> T | None:
+    def _result(self, task: "asyncio.Future[T]", breaker: Breaker, patient: bool) -> T | None:
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             # The contract forbids it; a plug-in's bug must not end a request.
@@ -255,11 +255,12 @@ class TierSlot:
             log.error("store: tier %s raised %r; treated as a miss", self.name, error)
             self._failed(breaker, "it raised")
             return None
-        return self._judged(task.result(), breaker)
+        return self._judged(task.result(), breaker, patient)
 
-    def _judged(self, result: T | None, breaker: Breaker) -> T | None:
-        """The result, after the breaker has heard of it."""
-        if result is Outcome.FAILED or not self._reachable():
+    def _judged(self, result: T | None, breaker: Breaker, patient: bool = False) -> T | None:
+        """The result, after the breaker has heard of it. `patient`: the call had time enough, LATE is the tier's."""
+        late = patient and result is Outcome.LATE
+        if late or result is Outcome.FAILED or not self._reachable():
             self._failed(breaker, "its server or medium does not answer")
         else:
             breaker.succeeded()

@@ -71,7 +71,8 @@ class FaultyTier:
         return await self._call("scan", lambda: self.inner.scan(after, limit, deadline), [])
 
     def stats(self) -> TierStats:
-        return replace(self.inner.stats(), reachable=not self.down)
+        stats = self.inner.stats()
+        return replace(stats, reachable=stats.reachable and not self.down)
 
     def take_evicted(self) -> list[bytes] | None:
         return self.inner.take_evicted() if isinstance(self.inner, EvictionNotices) else []
