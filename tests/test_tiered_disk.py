@@ -1,6 +1,8 @@
 """The store over a real disk tier that hangs, runs out of buffers, is lost and comes back."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +13,8 @@ from tiered_kit import IDENTITY, Rig, key, until
 
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
+from pdxfer.store import manage
+from pdxfer.store.base import Entry
 from pdxfer.store.disk import DiskTier, home_of
 from pdxfer.store.disk_local import LocalTier
 from pdxfer.store.events import Mirror
@@ -19,6 +23,8 @@ from pdxfer.testing.fake_clock import FakeClock
 from pdxfer.testing.faulty_tier import FaultyTier
 from pdxfer.testing.memory_tier import MemoryTier
 
+NOBODY = [f"nobody's {number}" for number in range(8)]
+"""Chunks that are nowhere; their homes are in each of two directories."""
 LONG_S, SHORT_S = 20.0, 0.1
 PAUSE_S = 5.0
 """Longer than every pause between two looks for a tier."""
@@ -75,17 +81,17 @@ class DiskRig(Rig):
         while self.part(number).stats().reachable:
             assert SYSTEM_CLOCK.now() < end, "the loss is not noticed"
             self.clock.advance(1.5)
-            await self.found("anything")
+            await self.found(*NOBODY)
             await asyncio.sleep(0.001)
 
     async def is_back(self, number: int = 0) -> None:
-        """Until it is there again, the store reads from it, and housekeeping was done."""
+        """Until it is there again and the store reads from it."""
         end = SYSTEM_CLOCK.now() + LONG_S
         while not (self.part(number).stats().reachable and self.slot.readable):
             assert SYSTEM_CLOCK.now() < end, "the disk is not found again"
             await self.passes()
+            await self.found(*NOBODY)
             await asyncio.sleep(0.001)
-        await self.passes()
 
 
 @asynccontextmanager
@@ -192,3 +198,64 @@ async def test_a_chunk_without_a_buffer_to_read_it_into_is_not_forgotten(tmp_pat
         r.be_patient()
         lease.release()
         assert await r.load("b", size=700_000) == {"b": "disk"}
+
+
+# ---- a disk that comes back ------------------------------------------------------------------------------------------
+
+
+async def test_a_disk_that_was_lost_and_came_back_with_its_values_is_listed_again(tmp_path: Path) -> None:
+    async with disk_rig(f"file://{tmp_path}/kv") as r:
+        await r.on_disk("a")
+        os.unlink(tmp_path / "kv" / "lock")
+        await r.is_lost()
+        await until(lambda: r.known("a") == [False], "the listener to know of the loss")
+        cleared = (await manage.clear(r.store, lambda done, total: None, tier="disk"))[0]
+        assert (cleared.removed, cleared.reachable) == (0, False)
+        await r.is_back()
+        await until(lambda: r.known("a") == [True], "the listener to know it")
+        assert await r.load("a") == {"a": "disk"}
+
+
+async def test_a_directory_that_was_lost_and_came_back_is_listed_again(tmp_path: Path) -> None:
+    """The tier as a whole was never away."""
+    async with disk_rig(f"file://{tmp_path}/one,{tmp_path}/two") as r:
+        one, two = (next(n for n in range(100) if home_of(key(n), 2) == number) for number in range(2))
+        await r.on_disk(one, two)
+        os.unlink(tmp_path / "two" / "lock")
+        await r.is_lost(1)
+        await until(lambda: r.known(one, two) == [True, False], "the listener to know of the loss")
+        assert r.slot.readable
+        await r.is_back(1)
+        await until(lambda: r.known(one, two) == [True, True], "the listener to know both")
+
+
+async def test_a_disk_that_is_away_at_the_start_is_listed_when_it_is_there(tmp_path: Path) -> None:
+    async with disk_rig(f"file://{tmp_path}/kv") as r:
+        await r.on_disk("a")
+    files = FaultyFiles()
+    files.errors["open"] = errno.EIO
+    async with disk_rig(f"file://{tmp_path}/kv", files) as r:
+        await r.passes()
+        assert not r.disk.stats().reachable and r.known("a") == [False]
+        files.errors.clear()
+        await r.is_back()
+        await until(lambda: r.known("a") == [True], "the listener to know it")
+        assert await r.load("a") == {"a": "disk"}
+
+
+async def test_a_listing_that_came_to_nothing_for_want_of_time_is_none(tmp_path: Path) -> None:
+    async with disk_rig(f"file://{tmp_path}/kv") as r:
+        await r.on_disk("a")
+        scan = r.disk.scan
+
+        async def late(after: bytes, limit: int, deadline: float) -> list[Entry]:
+            r.clock.advance(LONG_S)
+            return await scan(after, limit, deadline)
+
+        r.disk.scan = late  # type: ignore[method-assign]
+        r.store.writer.unlisted.add("disk")
+        await r.store.tick()
+        assert r.known("a") == [True]
+        r.disk.scan = scan  # type: ignore[method-assign]
+        await until(lambda: not r.store.writer.unlisted, "a listing that had time")
+        assert r.known("a") == [True]

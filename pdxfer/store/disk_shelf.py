@@ -184,11 +184,12 @@ class Shelf:
         self.attached = True
 
     async def _recover(self) -> None:
-        """Open again, after every thread that may hold the old files has ended."""
+        """Open again, after every thread that may hold the old files has ended. Nobody knows what is on it then."""
         try:
             if await self.jobs.idle(RETRY_S) and not self.closed:
                 await self.jobs.submit(self.medium.close)
                 await self._attach()
+                self._notice(None)
                 log.warning("%s tier: back, with %d values", self.kind, len(self.index))
         except (OSError, ConfigError) as error:
             self._retry_at = self.clock.now() + RETRY_S

@@ -184,7 +184,7 @@ async def clear(
         replies.append(
             Cleared(
                 tier=slot.name, removed=removed, removed_bytes=removed_bytes, left=left, unknown_age=unknown,
-                reachable=reachable,
+                reachable=reachable and slot.tier.stats().reachable,
             )
         )  # fmt: skip
     store.events.flush()

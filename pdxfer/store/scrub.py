@@ -61,7 +61,8 @@ async def verify(
         replies.append(
             Scrubbed(
                 tier=slot.name, intact=counts["intact"], foreign=counts["foreign"], repaired=counts["repaired"],
-                broken=counts["broken"] + counts["repaired"], gone=counts["gone"], reachable=reachable,
+                broken=counts["broken"] + counts["repaired"], gone=counts["gone"],
+                reachable=reachable and slot.tier.stats().reachable,
             )
         )  # fmt: skip
     return replies

@@ -135,8 +135,10 @@ class TierSlot:
         return await self._write(lambda until: self.tier.unpin(keys, until), deadline) or 0
 
     async def scan(self, after: bytes, limit: int, deadline: float) -> list[Entry] | None:
-        """As Tier.scan; None: no answer."""
-        return await self._read(lambda until: self.tier.scan(after, limit, until), deadline)
+        """As Tier.scan; None: no answer. A tier that had no time lists nothing, too."""
+        end = min(deadline, self._after(self.config.get_timeout_s))
+        page = await self._read(lambda until: self.tier.scan(after, limit, until), end)
+        return page if page or self._clock.now() < end else None
 
     async def probe(self) -> None:
         """If reads are stopped and a pause is over: ask for nothing in particular; an answer opens the tier again."""

@@ -260,11 +260,15 @@ class TieredStore:
             await self._list(slot)
 
     async def _list(self, slot: TierSlot) -> None:
-        """Learn which keys a tier holds, page by page; saves may go on meanwhile."""
+        """Learn which keys a tier holds, page by page; saves may go on meanwhile. One that is away shows none, and is
+        listed again when it is back."""
+        self.writer.unlisted.discard(slot.name)
         before = self.events.keys(slot.name)
         keys: list[bytes] = []
         while True:
             page = await slot.scan(keys[-1] if keys else b"", SCAN_PAGE, self.clock.now() + SCAN_TIMEOUT_S)
+            if page is None or not slot.tier.stats().reachable:
+                self.writer.unlisted.add(slot.name)
             if page is None:
                 return
             keys += [entry.key for entry in page]
@@ -273,7 +277,6 @@ class TieredStore:
         there = set(keys)
         self.events.evict(slot.name, [key for key in before if key not in there])
         self.events.add(slot.name, keys)
-        self.writer.unlisted.discard(slot.name)
 
     def _settle_codec(self, slot: TierSlot) -> None:
         try:
