@@ -1,12 +1,18 @@
 """What the Mooncake tier makes of its library's answers, on a pretend client: no server, no library."""
 
+import asyncio
+import threading
+from types import SimpleNamespace
+
 import pytest
 
+from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.store.lease import BufferPool, PooledBuffer
+from pdxfer.store.remote import mooncake
 from pdxfer.store.remote.errors import Reason, ServerError
 from pdxfer.store.remote.library import KeyLocks
-from pdxfer.store.remote.mooncake import MooncakeSession, _Client
+from pdxfer.store.remote.mooncake import MooncakeSession, MooncakeTier, _Client
 from pdxfer.testing.tier_kit import MIB, key_of
 
 NOT_READY, ABSENT, LEASE_EXPIRED = -703, -704, -707
@@ -74,3 +80,32 @@ def test_a_value_that_is_still_being_written_is_not_there_yet(code: int) -> None
     assert read(Pretend(reads=(code,))) is None
     session = MooncakeSession(_Client(Pretend(removes=code)), "p:", KeyLocks())
     assert session.remove([key_of("a")], SYSTEM_CLOCK.now() + 10) == 0
+
+
+async def test_closing_while_a_thread_waits_for_the_master_does_not_hold_up_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, begun, answered, closed = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), list[bool]()
+
+    class Slow:
+        """Answers when the loop lets it."""
+
+        def setup(self, *_: object) -> int:
+            loop.call_soon_threadsafe(begun.set)
+            closed.append(answered.wait(10.0))
+            return 0
+
+        def close(self) -> None:
+            closed.append(True)
+
+        def is_exist(self, name: str) -> int:
+            return 0
+
+    monkeypatch.setattr(mooncake, "_load", lambda: SimpleNamespace(MooncakeDistributedStore=Slow))
+    tier = MooncakeTier(TierConfig(url="mooncake://127.0.0.1:1?metadata=http://127.0.0.1:2/m"), SYSTEM_CLOCK)
+    opening = asyncio.create_task(tier.open())
+    await begun.wait()
+    loop.call_later(0.05, answered.set)
+    await tier.close()
+    await opening
+    assert closed == [True, True], "the loop went on meanwhile, and the client was ended"

@@ -6,6 +6,7 @@ Others lend the memory (Mooncake's segments); we mount none. Objects are write-o
 value, since the store keeps no empty ones. rdma: written, never run.
 """
 
+import asyncio
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,6 +74,10 @@ class MooncakeTier(RemoteTier):
     async def close(self) -> None:
         """Also ends the client, when the last call has left it."""
         await super().close()
+        await asyncio.to_thread(self._end_client)
+
+    def _end_client(self) -> None:
+        """Not on the loop: a thread that waits for the master has the lock."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
