@@ -1,5 +1,6 @@
 """Small decisions of the tiered store, as plain data in, plain data out: when to leave a failing tier alone, and which
-keys were seen before. Used by slot.py, writing.py and disk_local.py; no I/O, no clock of their own, one thread.
+keys were seen before. Used by slot.py, writing.py, disk_local.py and shared_link.py; no I/O, no clock of their own, one
+thread.
 """
 
 from collections import OrderedDict

@@ -18,6 +18,7 @@ from msgspec import structs
 from pdxfer.core.errors import ConfigError, ProtocolError, UnreachableError
 from pdxfer.memory.pinning import pin
 from pdxfer.memory.segment import Segment
+from pdxfer.store.policy import PATIENCE_S
 from pdxfer.store.shared_wire import (
     MAX_FRAME_BYTES,
     VERSION,
@@ -39,8 +40,6 @@ from pdxfer.store.shared_wire import (
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 2.0
-PATIENCE_S = 0.05
-"""A call that was given less than this and got no answer says nothing about the store process."""
 
 
 class SharedLink(asyncio.Protocol):
