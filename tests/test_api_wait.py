@@ -124,6 +124,7 @@ async def test_vllms_scheduler_half_joins_when_its_http_server_listens() -> None
         router.close()
 
 
+@pytest.mark.slow
 async def test_a_scheduler_half_that_is_closed_asks_nobody() -> None:
     from pdxfer.connector.member import EngineFacts, Member
     from pdxfer.connector.settings import ConnectorSettings

@@ -117,6 +117,7 @@ async def test_a_killed_process_is_reported_and_started_again() -> None:
     await supervisor.stop()
 
 
+@pytest.mark.slow
 async def test_a_restarted_process_that_is_not_ready_in_time_is_waited_for(tmp_path: Path) -> None:
     """As a proxy while no prefill engine is there: it serves what it can, and nobody else is taken down for it."""
     busy, out = tmp_path / "busy", Record()
@@ -136,6 +137,7 @@ async def test_a_restarted_process_that_is_not_ready_in_time_is_waited_for(tmp_p
     await watching
 
 
+@pytest.mark.slow
 async def test_a_long_life_that_never_was_ready_does_not_forgive_deaths(tmp_path: Path) -> None:
     """Else a process that dies after long loading would be started again for ever."""
     busy, out, clock = tmp_path / "busy", Record(), FakeClock()

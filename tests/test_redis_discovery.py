@@ -28,6 +28,7 @@ def nobody() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["cluster=true", "sentinel=mymaster"])
 async def test_who_is_away_at_the_start_is_asked_again_and_again(nobody: int, setting: str) -> None:
     """Opening is no error, everything is a miss, and the failures are counted."""
