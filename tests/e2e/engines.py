@@ -11,8 +11,9 @@ import aiohttp
 MODEL = "demo"
 TIE = 1e-4
 """Below this gap between the two best log-probabilities, batch composition may swap them."""
-BF16_TOLERANCE = 0.12
-"""Largest difference of a greedy token's log-probability between two computations of one prompt in bfloat16."""
+BF16_TOLERANCE = 0.2
+"""Largest difference of a greedy token's log-probability between two computations of one prompt in bfloat16. One vLLM
+engine differs from itself by up to 0.127 when it answers from its own prefix cache (7 lengths on an AMD EPYC)."""
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
