@@ -52,10 +52,9 @@ class StoreHalf:
             world_size=world,
         )
         self.mirror = Mirror(world)
-        self.shared = bool(config.shared_memory) or not all(
+        others_write = bool(config.shared_memory) or not all(
             urlsplit(tier.url).scheme in OWN_SCHEMES for tier in config.tiers
         )
-        """Other engines reach some tier: they may have stored what we do not know of."""
         self.spills = others_read(config)
         """What is spilled here other engines find."""
         self.lookups = Lookups(
@@ -63,7 +62,7 @@ class StoreHalf:
             self.mirror,
             member,
             clock,
-            slow_tiers=self.shared,
+            slow_tiers=others_write,
             timeout_s=config.lookup_timeout_s,
         )
         self.loads = Loads(

@@ -83,10 +83,7 @@ class NixlChannel:
 
     @property
     def moved_at(self) -> float:
-        """When something was last written or told, and nothing is posted any more: the peer may have something to say.
-
-        0 otherwise.
-        """
+        """When the last write ended or something was told: the peer may answer. 0 while one is posted or dead."""
         return 0.0 if self._dead or self._posted else self._moved_at
 
     # ---- called by the sender thread -------------------------------------------------------------------------------
