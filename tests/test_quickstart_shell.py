@@ -99,6 +99,10 @@ def test_help_goes_to_stdout(tmp_path: Path) -> None:
     [
         ("ERROR: No matching distribution found for torch==9", " s: No matching distribution found"),
         ("WARNING: Retrying: NewConnectionError(...)\nERROR: No matching distribution", "index cannot be reached"),
+        (
+            "WARNING: ConnectTimeout: HTTPSConnectionPool(host='wheels.example', port=443)\nERROR: none",
+            "wheels.example cannot be reached",
+        ),
         ("Traceback\nOSError: disk", " s: OSError: disk"),
     ],
 )

@@ -85,10 +85,11 @@ stage() { # TITLE COMMAND...: runs it with its output in the log; a line with th
 }
 
 why() { # the stage failed, in one line
-  local said
+  local said host
   said=$(tail -n "+$began" "$log")
   if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError' <<<"$said"; then
-    echo "the package index cannot be reached; check the network, the proxy and pip's settings"
+    host=$(grep -oE "host='[^']+'" <<<"$said" | tail -n 1 | cut -d "'" -f 2 || true)
+    echo "${host:-the package index} cannot be reached; check the network, the proxy and pip's settings (PIP_FIND_LINKS: where else wheels lie)"
   else
     said=$(grep '^ERROR: ' <<<"$said" || echo "$said")
     said=$(tail -n 1 <<<"$said")

@@ -27,13 +27,16 @@ def print_report(console: Console, measured: Measured) -> bool:
     return _print_moved(console, measured.compared)
 
 
+_DIFFERS = " (differs: in bfloat16 two computations of one prompt may part where two words are nearly as likely)"
+
+
 def _print_answers(console: Console, compared: Compared) -> None:
     question = compared.question.prompt
     console.rule(f"{compared.question.name} ({compared.pair.num_prompt_tokens} tokens)")
     shown = question if len(question) <= 100 else f"{question[:60]} ... {question[-45:]}"
     console.print(f"[bold]asked[/bold]       {escape(' '.join(shown.split()))}")
     console.print(f"[bold]one engine[/bold]  {escape(_short(compared.alone.text))}")
-    same = " (the same)" if compared.alone.text == compared.pair.text else ""
+    same = " (the same)" if compared.alone.text == compared.pair.text else _DIFFERS
     console.print(f"[bold]pair[/bold]        {escape(_short(compared.pair.text))}[dim]{same}[/dim]")
 
 
