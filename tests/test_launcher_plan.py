@@ -1,6 +1,7 @@
 """Launcher plan: which processes a configuration becomes, where engines go, and what is refused."""
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,20 @@ def test_a_port_beyond_the_last_is_refused_with_its_key() -> None:
     spec = ProcessSpec(name="p2", argv=("true",), ports=(use,), ready_url="http://127.0.0.1", ready_timeout_s=1)
     with pytest.raises(LaunchError, match="p2 cannot listen on .*topology.prefill_port.*end at 65535"):
         check_ports([spec])
+
+
+def test_a_socket_that_another_process_serves_is_refused_and_a_dead_ones_is_not(tmp_path: Path) -> None:
+    """Else the other process's answer would pass for ours."""
+    path = tmp_path / "store.sock"
+    spec = ProcessSpec(name="store", argv=("true",), ready_url=f"unix:{path}", ready_timeout_s=1)
+    check_ports([spec])
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        check_ports([spec])
+        other.listen()
+        with pytest.raises(LaunchError, match=f"store cannot listen on {path}: another process serves it"):
+            check_ports([spec])
+    check_ports([spec])
 
 
 def test_fewer_cores_than_engines_are_shared() -> None:

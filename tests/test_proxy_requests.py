@@ -123,6 +123,19 @@ async def test_an_unlisted_path_is_404_and_a_listed_one_passes_through() -> None
         assert r.count("refused_total", reason="unknown_path") == 1
 
 
+async def test_a_target_that_names_the_host_is_its_path() -> None:
+    """As clients of forward proxies send it."""
+    async with rig() as r:
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.proxy.port)
+        head = f"POST http://localhost:{r.proxy.port}/v1/messages?x=1 HTTP/1.1\r\nHost: localhost\r\n"
+        writer.write(
+            f"{head}Content-Type: application/json\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}".encode()
+        )
+        answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+        writer.close()
+        assert answer.startswith("HTTP/1.1 200 ") and '"path": "/v1/messages?x=1"' in answer, answer
+
+
 async def test_models_are_listed_with_aliases_and_checked() -> None:
     """Union of what the engines serve (LoRA names too) and the aliases; anything else is 404."""
     async with rig(

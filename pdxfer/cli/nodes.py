@@ -198,7 +198,7 @@ def policy(
     if as_json:
         print_json(found)
     else:
-        print_table(["SETTING", "VALUE"], [[name, f"{value:g}"] for name, value in found.items()])
+        print_table(["SETTING", "VALUE"], [[name, str(value)] for name, value in found.items()])
 
 
 def _show(node: object, as_json: bool) -> None:

@@ -19,8 +19,13 @@ _UNIX = "unix:"
 
 
 def check_ports(specs: Iterable[ProcessSpec]) -> None:
-    """Raise LaunchError for the first port that something else holds."""
+    """Raise LaunchError for the first port or socket that something else holds."""
     for spec in specs:
+        path = spec.ready_url.removeprefix(_UNIX)
+        if path != spec.ready_url and _is_served(path):
+            raise LaunchError(
+                f"{spec.name} cannot listen on {path}: another process serves it; stop it, or choose another path"
+            )
         for use in spec.ports:
             if use.port and (problem := _problem(use)):
                 raise LaunchError(f"{spec.name} cannot listen on {use.host}:{use.port} ({use.key}): {problem}")
@@ -41,6 +46,17 @@ def _problem(use: PortUse) -> str:
                 return f"{error.strerror or error}; check network.bind"
             return f"the port is taken by {_holder(use.port)}; stop it, or set {use.key} to another"
     return ""
+
+
+def _is_served(path: str) -> bool:
+    """Whether somebody accepts connections at this Unix socket; the file alone may be a dead one's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(path)
+        except OSError:  # nobody is there, or there is no such path: its own process says what is wrong with it
+            return False
+        return True
 
 
 def _holder(port: int) -> str:

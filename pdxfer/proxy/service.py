@@ -270,7 +270,7 @@ class Service:
     ) -> web.StreamResponse:
         """One decode engine does everything."""
         self._note_fallback(exchange.entry, route)
-        url = route.decode.url + exchange.request.raw_path
+        url = route.decode.url + exchange.request.rel_url.raw_path_qs  # a target may name the host, too
         response = None
         try:
             response = await self._http.send(exchange.request.method, url, data, exchange.headers, exchange.deadline)
