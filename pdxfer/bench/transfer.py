@@ -1,8 +1,10 @@
 """`pdxfer bench transfer`: paged KV between two processes over each channel, beside what the machine can do without us.
 
-One measurement moves a whole prompt, chunk by chunk, from random blocks to random blocks, until the receiver has said
-that all of it is in place. Arms take turns within one run, every second round backwards, so that they share the
-machine's moods; ratios are taken round by round, their median is given and, beside it, their quartiles.
+One measurement moves whole prompts, chunk by chunk, from random blocks to random blocks, until the receiver knows that
+all bytes are in place (its clock is ours): one prompt over an idle channel, where waking both sides counts, and several
+that follow each other, which is the channel's rate (`nixl_vs_raw` and its like are of these). Arms take turns within one
+run, every second round backwards, so that they share the machine's moods; ratios are taken round by round, their median
+is given and, beside it, their quartiles.
 *memcpy* copies the same runs inside one process; *socket* sends them by sendmsg/recvmsg_into with nothing around;
 *nixl raw* posts them with NIXL's own API, as one big descriptor or as the same descriptors, under the same settings.
 """
@@ -11,7 +13,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,17 @@ def parse(argv: Sequence[str]) -> Options:
     )  # fmt: skip
     parser.add_argument("--reps", type=int, default=7, help="measurements an arm (default 7)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)} (default all)")
+    parser.add_argument("--prompts", default="1,4", help="prompts of one measurement, in a row (default 1,4)")
     parser.add_argument("--channels", default="tcp,local,nixl", help="kinds to measure (default all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, default=Path("bench/out"), help="where transfer.json and .png go")
     args = parser.parse_args(argv)
-    names = args.shapes.split(",")
-    if args.reps < 1 or not set(names) <= set(SHAPES):
-        parser.error(f"--reps must be at least 1, --shapes of {', '.join(SHAPES)}")
+    names, counts = args.shapes.split(","), args.prompts.split(",")
+    if args.reps < 1 or not set(names) <= set(SHAPES) or not all(n.isdigit() and int(n) for n in counts):
+        parser.error(f"--reps and --prompts must be at least 1, --shapes of {', '.join(SHAPES)}")
     return Options(
-        reps=args.reps, shapes=tuple(SHAPES[n] for n in names), kinds=tuple(args.channels.split(",")),
-        as_json=args.json, out=args.out,
+        reps=args.reps, shapes=tuple(replace(SHAPES[s], num_prompts=int(n)) for s in names for n in counts),
+        kinds=tuple(args.channels.split(",")), as_json=args.json, out=args.out,
     )  # fmt: skip
 
 
@@ -73,12 +76,12 @@ def run(options: Options, argv: list[str]) -> dict[str, Any]:
         times |= {(shape.name, arm): seconds for arm, seconds in found.items()}
         for arm, seconds in found.items():
             report.add(
-                shape=shape.title, arm=arm, gb_per_s=shape.total_bytes / statistics.median(seconds) / 1e9,
-                best_gb_per_s=shape.total_bytes / min(seconds) / 1e9, median_ms=statistics.median(seconds) * 1e3,
+                shape=shape.title, arm=arm, gb_per_s=shape.moved_bytes / statistics.median(seconds) / 1e9,
+                best_gb_per_s=shape.moved_bytes / min(seconds) / 1e9, median_ms=statistics.median(seconds) * 1e3,
                 vs_memcpy=statistics.median(ratios(seconds, found["memcpy"])),
             )  # fmt: skip
     report.summary = summary(times, options.shapes)
-    emit(report, as_json=options.as_json, out_dir=options.out, draw=lambda axes: _draw(axes, times))
+    emit(report, as_json=options.as_json, out_dir=options.out, draw=lambda axes: _draw(axes, report.results))
     return report.to_dict()
 
 
@@ -100,24 +103,26 @@ def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
 
 
 def summary(times: Times, shapes: Sequence[Shape]) -> dict[str, Any]:
-    """Median ratios to each channel's reference, the smallest of the shapes; every shape's with quartiles."""
+    """Median ratios to each channel's reference, every shape's with quartiles; the smallest of those with the most
+    prompts in a row."""
     found: dict[str, Any] = {}
+    most = max(shape.num_prompts for shape in shapes)
 
-    def compare(name: str, arm: str, reference: str) -> dict[str, float]:
+    def compare(name: str, arm: str, reference: str) -> dict[Shape, float]:
         medians = {}
         for shape in shapes:
             ours, theirs = times.get((shape.name, arm)), times.get((shape.name, reference))
             if ours and theirs:
                 rounds = ratios(ours, theirs)
-                low, medians[shape.name], high = np.percentile(rounds, [25, 50, 75]).tolist()
-                found[f"{name}_{shape.name}"] = medians[shape.name]
+                low, medians[shape], high = np.percentile(rounds, [25, 50, 75]).tolist()
+                found[f"{name}_{shape.name}"] = medians[shape]
                 found[f"{name}_{shape.name}_quartiles"] = f"{low:.2f}..{high:.2f}"
-        return medians
+        return {shape: ratio for shape, ratio in medians.items() if shape.num_prompts == most}
 
     one_big = compare("nixl_vs_one_descriptor", "nixl", "nixl raw, one descriptor")
     same = compare("nixl_vs_same_descriptors", "nixl", "nixl raw, same descriptors")
-    nixl = [v for k, v in one_big.items() if SHAPES[k].block_bytes >= 65536]
-    nixl += [v for k, v in same.items() if SHAPES[k].block_bytes < 65536]
+    nixl = [ratio for shape, ratio in one_big.items() if shape.block_bytes >= 65536]
+    nixl += [ratio for shape, ratio in same.items() if shape.block_bytes < 65536]
     smallest = {
         "nixl_vs_raw": min(nixl, default=None),
         "tcp_vs_socket": min(compare("tcp_vs_socket", "tcp", "socket").values(), default=None),
@@ -126,10 +131,9 @@ def summary(times: Times, shapes: Sequence[Shape]) -> dict[str, Any]:
     return smallest | found
 
 
-def _draw(axes: Any, times: Times) -> None:
-    labels = [f"{arm} ({shape})" for shape, arm in times]
-    rates = [SHAPES[shape].total_bytes / statistics.median(t) / 1e9 for (shape, _), t in times.items()]
-    axes.barh(labels[::-1], rates[::-1])
+def _draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    labels = [f"{row['arm']} ({row['shape']})" for row in rows]
+    axes.barh(labels[::-1], [row["gb_per_s"] for row in reversed(rows)])
     axes.set_xlabel("GB/s, median")
     axes.set_title("Paged KV between two processes on one host")
 

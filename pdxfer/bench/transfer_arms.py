@@ -1,7 +1,7 @@
-"""The arms of the transfer bench: each moves one prompt's KV once and returns when the receiver has all of it."""
+"""The arms of the transfer bench: each moves the KV of a prompt, or of several in a row, and returns when the receiver
+has all of it."""
 
 import socket
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from pdxfer.bench.transfer_rig import (
+    MOMENT,
     OPTIONS,
     RECEIVER,
     SECRET,
@@ -17,11 +18,12 @@ from pdxfer.bench.transfer_rig import (
     BenchSink,
     Shape,
     Target,
+    moment,
     send_all,
 )
 from pdxfer.core.errors import PdxferError
 from pdxfer.kv.runs import block_runs, pair_runs, total_bytes
-from pdxfer.transport.base import Channel, Drained, Endpoint, OutgoingUnit, UnitHeader
+from pdxfer.transport.base import Channel, Endpoint, OutgoingUnit, UnitHeader
 from pdxfer.transport.kinds import endpoint_factories
 
 MAX_IN_FLIGHT = 16
@@ -38,7 +40,7 @@ class Arms:
         self._memory[:] = np.random.default_rng(1).integers(0, 256, self._memory.size, dtype=np.uint8)
         self._ids, self._their_ids = shape.blocks(seed=1), shape.blocks(seed=2)
         self._closers: list[Callable[[], None]] = []
-        self._arms: dict[str, Callable[[], None]] = {"memcpy": self._memcpy(), "socket": self._socket()}
+        self._arms: dict[str, Callable[[], float]] = {"memcpy": self._memcpy(), "socket": self._socket()}
         addresses = target.ask("addresses")
         for kind in kinds:
             if kind in addresses:
@@ -51,15 +53,15 @@ class Arms:
         return list(self._arms)
 
     def time(self, name: str) -> float:
-        """Seconds of one measurement."""
-        begin = time.perf_counter()
-        self._arms[name]()
-        return time.perf_counter() - begin
+        """Seconds of one measurement, until the receiver has all of it."""
+        begin = moment()
+        return self._arms[name]() - begin
 
     def check(self, name: str) -> None:
         """Run once and compare every byte on the other side."""
         if name == "memcpy":
-            return self._arms[name]()
+            self._arms[name]()
+            return
         self._target.ask("clear")
         self._arms[name]()
         runs = block_runs(self._region.layout, self._ids, 0, self.shape.num_layers)
@@ -77,7 +79,7 @@ class Arms:
 
     # ---- references --------------------------------------------------------------------------------------------------
 
-    def _memcpy(self) -> Callable[[], None]:
+    def _memcpy(self) -> Callable[[], float]:
         memory, region = self.shape.memory()
         layers = (0, self.shape.num_layers)
         pairs = pair_runs(
@@ -85,27 +87,29 @@ class Arms:
         )
         views = list(zip(region.views(pairs[1]), self._region.views(pairs[0]), strict=True))
 
-        def copy() -> None:
+        def copy() -> float:
             assert memory.size
-            for there, here in views:
-                there[:] = here
+            for _ in range(self.shape.num_prompts):
+                for there, here in views:
+                    there[:] = here
+            return moment()
 
         return copy
 
-    def _socket(self) -> Callable[[], None]:
+    def _socket(self) -> Callable[[], float]:
         sock = socket.create_connection(("127.0.0.1", self._target.ask("socket")), WAIT_S)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._closers.append(sock.close)
         chunks = [
             self._region.views(block_runs(self._region.layout, self._chunk(index), 0, self.shape.num_layers))
-            for index in range(self.shape.num_chunks)
+            for index in self.shape.units()
         ]
 
-        def send() -> None:
+        def send() -> float:
             for views in chunks:
                 send_all(sock, views)
-            assert sock.recv(1) == b"k"
+            return float(MOMENT.unpack(sock.recv(MOMENT.size, socket.MSG_WAITALL))[0])
 
         return send
 
@@ -123,18 +127,20 @@ class Arms:
                 indices(self._region.layout, self._chunk(index), *everything),
                 indices(layout, self.shape.chunk(self._their_ids, index), *everything),
             )
-            for index in range(self.shape.num_chunks)
+            for index in self.shape.units()
         ]
         zero = np.zeros(1, dtype=np.int32)
         paged, big = sender.paged(layout), sender.big(layout, self.shape.total_bytes)
 
-        def move_paged() -> None:
+        def move_paged() -> float:
             self._target.say("raw serve", len(parts))
             sender.move(paged, parts)
+            return self._target.landed()
 
-        def move_big() -> None:
-            self._target.say("raw serve", 1)
-            sender.move(big, [(zero, zero)])
+        def move_big() -> float:
+            self._target.say("raw serve", self.shape.num_prompts)
+            sender.move(big, [(zero, zero)] * self.shape.num_prompts)
+            return self._target.landed()
 
         self._arms |= {"nixl raw, same descriptors": move_paged, BIG: move_big}
 
@@ -144,7 +150,7 @@ class Arms:
         return self.shape.chunk(self._ids, index)
 
     def _add_channel(self, kind: str, address: bytes) -> None:
-        sink = BenchSink(self._region, self._ids)
+        sink = BenchSink(self._region, self._ids, self.shape.moved_bytes)
         try:
             endpoint: Endpoint = endpoint_factories([kind])[kind](OPTIONS, SENDER, self._region, sink)
             self._closers.append(endpoint.close)
@@ -153,22 +159,20 @@ class Arms:
             channel.probe(20.0)
         except PdxferError as error:
             raise SystemExit(f"channel {kind} does not work here: {error}") from error
-        self._arms[kind] = lambda: self._move(channel, sink, digest=False)
-        self._arms[f"{kind} + digest, verify"] = lambda: self._move(channel, sink, digest=True)
+        self._arms[kind] = lambda: self._move(channel, digest=False)
+        self._arms[f"{kind} + digest, verify"] = lambda: self._move(channel, digest=True)
 
-    def _move(self, channel: Channel, sink: BenchSink, digest: bool) -> None:
-        """What a lane does: units one by one, up to so many in flight, then Drained."""
-        sink.answered.clear()
+    def _move(self, channel: Channel, digest: bool) -> float:
+        """What a lane does: units one by one, up to so many in flight."""
         in_flight = 0
-        for index in range(self.shape.num_chunks):
+        for index in self.shape.units():
             while in_flight >= MAX_IN_FLIGHT:
                 in_flight -= self._reported(channel)
             channel.write(self._unit(index, digest))
             in_flight += 1
         while in_flight:
             in_flight -= self._reported(channel)
-        channel.tell(Drained(transfer_id="t", epoch=0, complete=True))
-        assert sink.answered.wait(WAIT_S), f"{channel.kind}: the receiver did not answer"
+        return float(self._target.ask("landed", channel.kind))
 
     def _reported(self, channel: Channel) -> int:
         results = channel.poll(0.1)

@@ -30,20 +30,16 @@ class RawTarget:
     def __init__(self, layout: KvLayout) -> None:
         self._agent, self._memory = _agent("raw-target", layout)
         self.metadata: bytes = self._agent.get_agent_metadata()
-        self._peer = ""
 
     def add(self, metadata: bytes) -> None:
-        """Know the sender, to answer it."""
-        name = self._agent.add_remote_agent(metadata)
-        self._peer = name.decode() if isinstance(name, bytes) else name
+        """Know the sender."""
+        self._agent.add_remote_agent(metadata)
 
     def serve(self, count: int) -> None:
-        """Wait for so many notifications, then answer one."""
+        """Wait for so many notifications."""
         while count > 0:
             count -= sum(len(notes) for notes in self._agent.get_new_notifs().values())
             relax()
-        self._agent.send_notif(self._peer, b"k")
-        self._agent.get_new_notifs()
 
     def close(self) -> None:
         """Release the agent."""
@@ -81,7 +77,7 @@ class RawSender:
         return local, remote
 
     def move(self, lists: tuple[Any, Any], parts: list[tuple[Indices, Indices]]) -> None:
-        """Write the parts, several in flight, and wait for the target's answer."""
+        """Write the parts, several in flight, until all are done here."""
         local, remote = lists
         waiting, posted = list(reversed(parts)), list[Any]()
         while waiting or posted:
@@ -96,8 +92,6 @@ class RawSender:
                 handle.release()
             if not done:
                 relax()
-        while not self._agent.get_new_notifs():
-            relax()
 
     def close(self) -> None:
         """Release the agent."""

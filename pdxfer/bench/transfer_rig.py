@@ -1,12 +1,16 @@
 """The two sides of the transfer bench: shapes, memory, and the receiving process that the arms write to.
 
-The receiver answers on a pipe what the senders need to know, then waits; its channels have threads of their own.
+The receiver answers on a pipe what the senders need to know, and when all bytes of a measurement were in its memory;
+its channels have threads of their own.
 """
 
 import multiprocessing
 import os
+import queue
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from pdxfer.core.errors import ChannelError, PdxferError
 from pdxfer.kv.layout import KvLayout
 from pdxfer.kv.runs import Runs, block_runs
 from pdxfer.memory.region import Region
-from pdxfer.transport.base import Abort, Control, Drained, Endpoint, EndpointOptions, PeerId, UnitHeader
+from pdxfer.transport.base import Control, Endpoint, EndpointOptions, PeerId, UnitHeader
 from pdxfer.transport.kinds import endpoint_factories
 from pdxfer.transport.vectors import IOV_MAX
 
@@ -28,28 +32,53 @@ SENDER = PeerId(engine_id="sender", incarnation=1, rank=0)
 RECEIVER = PeerId(engine_id="receiver", incarnation=1, rank=0)
 OPTIONS = EndpointOptions(max_fence_groups=1)
 WAIT_S = 60.0
+MOMENT = struct.Struct("d")
+moment = time.monotonic
+"""One clock for all processes of a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Geometry of one prompt's KV."""
+    """Geometry of one prompt's KV, and how many prompts follow each other."""
 
-    name: str
-    title: str
+    base: str
     num_layers: int
     block_bytes: int
     chunk_blocks: int
     """Blocks of 256 tokens."""
     num_chunks: int
+    """Of one prompt."""
+    num_prompts: int = 1
+    """Of one measurement, one behind the other; all lie in the same blocks."""
+
+    @property
+    def name(self) -> str:
+        """In the summary's keys."""
+        return f"{self.base}_x{self.num_prompts}"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.num_prompts} x {self.num_layers} layers of {self.block_bytes >> 10} KiB blocks"
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that move."""
+        """Blocks of one prompt."""
         return self.chunk_blocks * self.num_chunks
 
     @property
     def total_bytes(self) -> int:
+        """Of one prompt."""
         return self.num_blocks * self.num_layers * self.block_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of one measurement."""
+        return self.total_bytes * self.num_prompts
+
+    def units(self) -> list[int]:
+        """Chunks of one measurement, in order."""
+        return [*range(self.num_chunks)] * self.num_prompts
 
     def memory(self) -> tuple["np.ndarray[tuple[int], np.dtype[np.uint8]]", Region]:
         """A pool half as large again as what moves, blocks of a layer adjacent; touched, so that no page is missing."""
@@ -77,25 +106,28 @@ class Shape:
 
 
 SHAPES = {
-    "96k": Shape(
-        name="96k", title="96 KiB blocks x 30 layers", num_layers=30, block_bytes=98304, chunk_blocks=2, num_chunks=14
-    ),
-    "16k": Shape(
-        name="16k", title="16 KiB blocks x 32 layers", num_layers=32, block_bytes=16384, chunk_blocks=16, num_chunks=8
-    ),
+    "96k": Shape(base="96k", num_layers=30, block_bytes=98304, chunk_blocks=2, num_chunks=14),
+    "16k": Shape(base="16k", num_layers=32, block_bytes=16384, chunk_blocks=16, num_chunks=8),
 }
 
 
 class BenchSink:
-    """Takes everything; answers Drained with an Abort, which stops the sender's clock."""
+    """Takes everything; remembers when all bytes of a measurement were in."""
 
     generation = 0
 
-    def __init__(self, region: Region, blocks: list[int]) -> None:
+    def __init__(self, region: Region, blocks: list[int], num_bytes: int) -> None:
+        """`num_bytes`: of one measurement."""
         self._region, self._blocks = region, blocks
-        self.endpoint: Endpoint | None = None
+        self._num_bytes, self._num_arrived = num_bytes, 0
+        self._moments: queue.SimpleQueue[float] = queue.SimpleQueue()
         self.num_corrupt = 0
-        self.answered = threading.Event()
+
+    def landed(self) -> float:
+        """The moment at which the last measurement was whole (`moment`)."""
+        at = self._moments.get(timeout=WAIT_S)
+        assert not self.num_corrupt, f"{self.num_corrupt} units went wrong"
+        return at
 
     def claim(self, peer: PeerId, header: UnitHeader) -> Runs | None:
         ids = self._blocks[header.first_block : header.first_block + header.num_blocks]
@@ -106,18 +138,16 @@ class BenchSink:
         assert runs is not None
         good = not header.digest or self._region.digest(runs) == header.digest
         self.num_corrupt += not good
+        self._num_arrived += header.num_bytes
+        if self._num_arrived == self._num_bytes:
+            self._num_arrived = 0
+            self._moments.put(moment())
         return good
 
     def failed(self, peer: PeerId, header: UnitHeader, reason: str) -> None:
         self.num_corrupt += 1
 
-    def control(self, peer: PeerId, control: Control) -> None:
-        if isinstance(control, Drained):
-            assert self.endpoint is not None
-            self.endpoint.tell(peer, Abort(transfer_id=control.transfer_id, epoch=self.num_corrupt, reason="all here"))
-        else:
-            assert isinstance(control, Abort) and control.epoch == 0, f"units went wrong: {control}"
-            self.answered.set()
+    def control(self, peer: PeerId, control: Control) -> None: ...
 
     def lost(self, peer: PeerId, reason: str) -> None: ...
 
@@ -131,13 +161,20 @@ class Target:
     def ask(self, *question: Any) -> Any:
         """Send a command and wait for its answer."""
         self._connection.send(question)
-        if not self._connection.poll(WAIT_S):
-            raise ChannelError(f"the receiving process does not answer {question[0]}")
-        return self._connection.recv()
+        return self._recv(question[0])
+
+    def landed(self) -> float:
+        """The moment at which everything was in the receiver's memory, after a command that tells it."""
+        return float(self._recv("landed"))
 
     def say(self, *command: Any) -> None:
-        """Send a command that has no answer."""
+        """Send a command whose answer is fetched later, or that has none."""
         self._connection.send(command)
+
+    def _recv(self, what: str) -> Any:
+        if not self._connection.poll(WAIT_S):
+            raise ChannelError(f"the receiving process does not answer {what}")
+        return self._connection.recv()
 
 
 @contextmanager
@@ -160,10 +197,11 @@ def _receive(connection: Connection, shape: Shape, kinds: tuple[str, ...]) -> No
     memory, region = shape.memory()
     blocks = shape.blocks(seed=2)
     endpoints: dict[str, Endpoint] = {}
+    sinks: dict[str, BenchSink] = {}
     for kind, factory in endpoint_factories(kinds).items():
-        sink = BenchSink(region, blocks)
+        sinks[kind] = BenchSink(region, blocks, shape.moved_bytes)
         try:
-            sink.endpoint = endpoints[kind] = factory(OPTIONS, RECEIVER, region, sink)
+            endpoints[kind] = factory(OPTIONS, RECEIVER, region, sinks[kind])
         except PdxferError:
             continue
         endpoints[kind].admit([SENDER], SECRET)
@@ -192,6 +230,9 @@ def _receive(connection: Connection, shape: Shape, kinds: tuple[str, ...]) -> No
             case ("raw serve", count):
                 assert raw is not None
                 raw.serve(count)
+                connection.send(moment())
+            case ("landed", kind):
+                connection.send(sinks[kind].landed())
     if raw is not None:
         raw.close()
     for endpoint in endpoints.values():
@@ -204,7 +245,7 @@ def _serve_socket(connection: Connection, shape: Shape, region: Region, blocks: 
     connection.send(server.getsockname()[1])
     chunks = [
         region.views(block_runs(region.layout, shape.chunk(blocks, index), 0, shape.num_layers))
-        for index in range(shape.num_chunks)
+        for index in shape.units()
     ]
 
     def serve() -> None:
@@ -214,7 +255,7 @@ def _serve_socket(connection: Connection, shape: Shape, region: Region, blocks: 
             for views in chunks:
                 if not receive_all(sock, views):
                     return
-            sock.sendall(b"k")
+            sock.sendall(MOMENT.pack(moment()))
 
     threading.Thread(target=serve, daemon=True).start()
 

@@ -21,6 +21,7 @@ from pdxfer.transport.nixl_notes import Hello, Keys, NoteType, Welcome, seal, un
 from pdxfer.transport.pauses import LONGEST_S, pause_after, sleep_precisely
 
 HELLO_AGAIN_S = 0.25
+STAY_WRITING_S = 0.02
 _encode = msgspec.msgpack.Encoder().encode
 _welcome_decoder = msgspec.msgpack.Decoder(Welcome)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
@@ -77,14 +78,16 @@ class NixlChannel:
         return self._dead
 
     @property
-    def busy(self) -> bool:
-        """Answers are expected: the endpoint looks often."""
-        return not self._dead and (self._keys is None or bool(self._posted))
+    def entering(self) -> bool:
+        """The welcome is due: the endpoint looks often."""
+        return not self._dead and self._keys is None
 
     @property
-    def moved_at(self) -> float:
-        """When the last write ended or something was told: the peer may answer. 0 while one is posted or dead."""
-        return 0.0 if self._dead or self._posted else self._moved_at
+    def writing(self) -> bool:
+        """Something is posted, or was just now: an Abort may come."""
+        if self._dead:
+            return False
+        return bool(self._posted) or SYSTEM_CLOCK.now() - self._moved_at < STAY_WRITING_S
 
     # ---- called by the sender thread -------------------------------------------------------------------------------
 
