@@ -2,9 +2,9 @@
 
 One measurement moves whole prompts, chunk by chunk, from random blocks to random blocks, until the receiver knows that
 all bytes are in place (its clock is ours): one prompt over an idle channel, where waking both sides counts, and several
-that follow each other, which is the channel's rate (`nixl_vs_raw` and its like are of these). Arms take turns within one
-run, every second round backwards, so that they share the machine's moods; ratios are taken round by round, their median
-is given and, beside it, their quartiles.
+that follow each other, which is the channel's rate (`nixl_vs_raw` and its like are of these). Arms take turns within
+one run, every second round backwards, so that they share the machine's moods; ratios are taken round by round, their
+median is given and, beside it, their quartiles.
 *memcpy* copies the same runs inside one process; *socket* sends them by sendmsg/recvmsg_into with nothing around;
 *nixl raw* posts them with NIXL's own API, as one big descriptor or as the same descriptors, under the same settings.
 """
