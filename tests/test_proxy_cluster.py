@@ -48,7 +48,8 @@ async def running_engine(role: str, engine_id: str, router: str, **flags: Any) -
         argv += [f"--{name}", str(value)]
     options = _parser().parse_args(argv)
     member = join(options, f"http://127.0.0.1:{options.port}")
-    settings = FakeEngineSettings(engine_id=engine_id, port=options.port, max_model_len=10_000)
+    adapters = {name: f"/adapters/{name}" for name in options.lora}
+    settings = FakeEngineSettings(engine_id=engine_id, port=options.port, max_model_len=10_000, adapters=adapters)
     try:
         async with FakeEngine(settings, member) as http:
             yield Engine(http, member)
@@ -135,6 +136,13 @@ async def cluster(
         yield c
         for engine in engines.values():
             await until(lambda engine=engine: engine.member.is_idle)
+
+
+async def test_an_adapter_is_paired_as_its_model_is() -> None:
+    """The router knows engines by their models only; adapters are loaded behind its back."""
+    async with cluster({"p0": "prefill", "d0": "decode"}, lora="sql") as c:
+        text, header = await c.ask(STREAM | {"model": "sql"})
+        assert text == ANSWER and header.startswith("mode=pair; ")
 
 
 async def test_kv_moves_from_prefill_to_decode_and_the_timeline_is_whole() -> None:

@@ -11,6 +11,7 @@ from proxy_rig import MODEL, rig
 
 from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.proxy.settings import ProxySettings
+from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_model import next_words, tokenize
 from pdxfer.wire.messages import ONE_BLOCK, PREFILL_TOO_SMALL, SHORT_PROMPT, Busy, EngineRef, Local, Release
 
@@ -139,7 +140,7 @@ async def test_a_target_that_names_the_host_is_its_path() -> None:
 async def test_models_are_listed_with_aliases_and_checked() -> None:
     """Union of what the engines serve (LoRA names too) and the aliases; anything else is 404."""
     async with rig(
-        settings={"aliases": {"small": MODEL, "lost": "not-served"}}, engine={"served_names": (MODEL, "my-lora")}
+        settings={"aliases": {"small": MODEL, "lost": "not-served"}}, engine={"adapters": {"my-lora": "/adapters/my"}}
     ) as r:
         _, body = await r.get("/v1/models")
         assert [entry["id"] for entry in body["data"]] == [MODEL, "my-lora", "small"]
@@ -152,6 +153,21 @@ async def test_models_are_listed_with_aliases_and_checked() -> None:
             assert status == 404 and body["error"]["code"] == "model_not_found"
             assert "my-lora" in body["error"]["message"]
         assert r.count("refused_total", reason="unknown_model") == 2
+
+
+async def test_an_adapter_is_asked_for_by_its_model_and_not_of_engines_that_lack_it() -> None:
+    async with (
+        rig(engine={"adapters": {"my-lora": "/adapters/my"}}) as r,
+        FakeEngine(FakeEngineSettings(engine_id="d1")) as plain,
+    ):
+        lacks = EngineRef(engine_id="d1", url=plain.url)
+        r.pairer.answers.append(lambda pair: Local(request_id=pair.request_id, decode=lacks, reason="short"))
+        assert (await r.post("/v1/completions", COMPLETION))[0] == 200
+        for _ in range(2):
+            assert (await r.post("/v1/completions", COMPLETION | {"model": "my-lora"}))[0] == 200
+        assert (r.pairer.asked[-1].model, r.pairer.asked[-1].avoid) == (MODEL, ["d1"])
+        assert (await r.post("/v1/completions", COMPLETION))[0] == 200
+        assert (r.pairer.asked[-1].model, r.pairer.asked[-1].avoid) == (MODEL, [])
 
 
 async def test_an_unknown_model_is_404_also_as_the_first_request() -> None:

@@ -59,6 +59,17 @@ class Engines:
         """The name that engines serve for what a client asked."""
         return self._aliases.get(model, model)
 
+    def base(self, model: str) -> str:
+        """What the router knows it by: an adapter's model. Engines load adapters without telling the router."""
+        parent = self._union().get(model, {}).get("parent")
+        return parent if isinstance(parent, str) and parent else model
+
+    def lacking(self, model: str) -> list[str]:
+        """Engines known not to serve this adapter; of other names the router knows that itself."""
+        if self.base(model) == model:
+            return []
+        return [engine_id for engine_id, models in self._models.items() if model not in _ids(models)]
+
     def remember(self, engine: EngineRef) -> None:
         """The router sent us to this decode engine."""
         self._seen[engine.engine_id] = engine

@@ -59,10 +59,10 @@ class Routing:
             request_id=new_request_id(),
             num_tokens=need.num_tokens,
             deadline_s=timeout_s * _ANSWER_SHARE,
-            model=need.model,
+            model=self._engines.base(need.model),
             tenant=need.tenant,
             local_only=local_only,
-            avoid=list(need.avoid)[-MAX_AVOIDED:],
+            avoid=[*self._engines.lacking(need.model), *need.avoid][-MAX_AVOIDED:],
             traceparent=need.traceparent,
         )
         try:

@@ -64,7 +64,8 @@ async def serve(options: argparse.Namespace) -> None:
             engine_id=options.engine_id,
             host=options.host,
             port=options.port,
-            served_names=(options.model, *options.lora),
+            served_names=(options.model,),
+            adapters={name: f"/adapters/{name}" for name in options.lora},
             api_key=os.environ.get("VLLM_API_KEY", ""),
             max_model_len=options.max_model_len,
             inter_token_s=options.inter_token_ms / 1000,
@@ -116,7 +117,7 @@ def join(options: argparse.Namespace, url: str) -> FakeMember:
         engine_id=options.engine_id,
         role=options.role,
         url=url,
-        served_names=(options.model, *options.lora),
+        served_names=(options.model,),
         max_model_len=options.max_model_len,
         router=options.router,
         security=security,
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--role", choices=("prefill", "decode", "both"), required=True)
     parser.add_argument("--engine-id", required=True)
     parser.add_argument("--model", default="fake", help="name clients ask for")
-    parser.add_argument("--lora", action="append", default=[], help="further served name; may be repeated")
+    parser.add_argument("--lora", action="append", default=[], help="name of an adapter; may be repeated")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--url", default="", help="HTTP base as the proxy reaches it; default from host and port")
