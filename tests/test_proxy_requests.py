@@ -398,6 +398,34 @@ async def test_what_is_no_http_is_refused_and_the_proxy_lives(data: bytes) -> No
         assert await r.get("/health") == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        ("GET /" + "a" * 20_000, 400, "invalid_http"),
+        ("GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + "b" * 20_000, 400, "invalid_http"),
+        ("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: br", 415, "unsupported_encoding"),
+        ("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip", 400, "invalid_body"),
+        ("POST /health HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate", 404, "unknown_path"),
+    ],
+    ids=["long URL", "long header", "unknown encoding", "broken gzip", "broken deflate that nobody reads"],
+)
+async def test_what_no_route_has_seen_is_refused_in_openai_form_too(
+    head: str, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's library reads the reason from JSON; our log has no traceback of what a client got wrong."""
+    async with rig() as r:
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.proxy.port)
+        target = head if "HTTP/1.1" in head else head + " HTTP/1.1\r\nHost: x"
+        writer.write(target.encode() + b"\r\nContent-Length: 8\r\nConnection: close\r\n\r\nnot that")
+        async with asyncio.timeout(20):
+            start, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert start.split()[1] == str(status).encode() and b"application/json" in start
+        error = json.loads(body)["error"]
+        assert error["code"] == code and error["type"] and "\n" not in error["message"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]
+
+
 @pytest.mark.parametrize("length", ["-5", "9" * 30, "+5", "1e3", "five", "5, 6", str(10**18)])
 @pytest.mark.parametrize("where", ["proxy", "engine"])
 async def test_an_absurd_content_length_is_the_clients_fault(

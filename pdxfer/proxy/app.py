@@ -19,6 +19,7 @@ from pdxfer.proxy.engine_http import EngineHttp
 from pdxfer.proxy.engines import Engines
 from pdxfer.proxy.errors import ApiError
 from pdxfer.proxy.http_log import HTTP_LOG
+from pdxfer.proxy.http_server import JsonRunner
 from pdxfer.proxy.pairer import Notice, OnMessage, Pairer
 from pdxfer.proxy.readiness import Readiness
 from pdxfer.proxy.router_link import RouterLink
@@ -221,7 +222,7 @@ class Proxy:
             return ApiError(500, "the proxy failed; its log has the reason", code="internal").response()
 
     async def _listen(self) -> None:
-        self._runner = web.AppRunner(
+        self._runner = JsonRunner(
             self._app(), handler_cancellation=True, access_log=None, logger=HTTP_LOG, shutdown_timeout=0.2,
             keepalive_timeout=75.0,
         )  # fmt: skip

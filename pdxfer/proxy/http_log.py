@@ -6,6 +6,7 @@ The proxy and the FakeEngine give `HTTP_LOG` to their runner. Our own failures k
 import logging
 
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web import RequestPayloadError
 
 
 class _BadRequests(logging.Filter):
@@ -14,13 +15,20 @@ class _BadRequests(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
-            record.msg = (
-                f"refused what is no HTTP request, from %s: {' '.join(error.message.split()).replace('%', '%%')}"
-            )
-            record.exc_info = None
-            return HTTP_LOG.isEnabledFor(logging.DEBUG)
+            return _quiet(record, f"refused what is no HTTP request, from %s: {_line(error.message).replace('%', '%%')}")
+        if isinstance(error, RequestPayloadError):
+            return _quiet(record, f"a request's body could not be read to its end: {_line(str(error))}")
         return True
+
+
+def _quiet(record: logging.LogRecord, text: str) -> bool:
+    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    record.msg, record.exc_info = text, None
+    return HTTP_LOG.isEnabledFor(logging.DEBUG)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 HTTP_LOG = logging.getLogger("pdxfer.http")

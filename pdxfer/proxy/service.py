@@ -189,7 +189,8 @@ class Service:
                 code="body_too_large",
             ) from error
         except (aiohttp.ClientError, web.RequestPayloadError, ValueError) as error:
-            raise ApiError(400, f"the request body cannot be read: {error}", code="invalid_body") from error
+            message = f"the request body cannot be read: {' '.join(str(error).split())}"
+            raise ApiError(400, message, code="invalid_body") from error
 
     async def _check_model(self, model: str) -> None:
         try:
