@@ -15,7 +15,8 @@ class _BadRequests(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            return _quiet(record, f"refused what is no HTTP request, from %s: {_line(error.message).replace('%', '%%')}")
+            reason = _line(error.message).replace("%", "%%")
+            return _quiet(record, f"refused what is no HTTP request, from %s: {reason}")
         if isinstance(error, RequestPayloadError):
             return _quiet(record, f"a request's body could not be read to its end: {_line(str(error))}")
         return True

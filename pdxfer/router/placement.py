@@ -49,7 +49,7 @@ class Placement:
         elif self.is_stopping:
             self._busy(waiting, now, _STOPPING)
         elif (largest := self._too_small(pair)) is not None:
-            self._local(waiting, largest, now, "larger than any decode engine")
+            self._local(waiting, largest, now, "larger than any decode engine", num_blocks=0)
         else:
             self._enqueue(waiting, now)
 
@@ -131,11 +131,13 @@ class Placement:
         oldest = self.queue.oldest
         if oldest is None or oldest.bypasses < self._settings.max_bypasses or oldest is waiting:
             return None
-        pairs = self._cluster.pairs(oldest.pair.model)
-        if self._kept is None or self._kept[0] != oldest.key or all(e.engine_id != self._kept[1] for e, _ in pairs):
+        pairs = _without(oldest.pair.avoid, self._cluster.pairs(oldest.pair.model))
+        wants_prefill, _ = self._wants_prefill(oldest.pair, pairs)
+        takes = [decode for decode, partners in pairs if partners or not wants_prefill]
+        if self._kept is None or self._kept[0] != oldest.key or all(e.engine_id != self._kept[1] for e in takes):
             fitting = [
                 DecodeOffer(decode.engine_id, decode.credit.available, _block_size(decode))
-                for decode, _ in pairs
+                for decode in takes
                 if _fits(decode, oldest.pair)
             ]
             best = max(fitting, key=lambda offer: (offer.credit_blocks, offer.engine_id), default=None)
@@ -143,11 +145,13 @@ class Placement:
         return self._kept[1] if self._kept is not None else None
 
     def _too_small(self, pair: Pair) -> Engine | None:
-        """The largest decode engine if none could ever take the prompt: it says so itself, in its own words."""
+        """The largest decode engine if none could ever take the prompt: it says so itself, in its own words. One that
+        is there, if any is."""
         decodes = [e for e in self._cluster.engines.values() if e.is_joined and e.can_decode and e.serves(pair.model)]
         if not decodes or any(_fits(decode, pair) for decode in decodes):
             return None
-        return max(decodes, key=lambda decode: _num_blocks(decode) * _block_size(decode))
+        is_there = [e for e in decodes if e.is_usable and e.engine_id not in pair.avoid]
+        return max(is_there or decodes, key=lambda decode: _num_blocks(decode) * _block_size(decode))
 
     def _why_waiting(self, pair: Pair) -> str:
         pairs = self._cluster.pairs(pair.model)
@@ -176,11 +180,16 @@ class Placement:
             waiting.proxy,
         )  # fmt: skip
 
-    def _local(self, waiting: Waiting, decode: Engine, now: float, reason: str) -> None:
-        """No lease: the engine's report includes it a heartbeat from now."""
+    def _local(
+        self, waiting: Waiting, decode: Engine, now: float, reason: str, num_blocks: int | None = None
+    ) -> None:
+        """No lease: the engine's report includes it a heartbeat from now. It takes the blocks of its prompt, or
+        `num_blocks`."""
+        if num_blocks is None:
+            num_blocks = num_blocks_needed(waiting.pair.num_tokens, _block_size(decode))
         self._num_locals += 1
         key = f"local-{self._num_locals}"
-        decode.credit.reserve(key, num_blocks_needed(waiting.pair.num_tokens, _block_size(decode)))
+        decode.credit.reserve(key, num_blocks)
         decode.credit.settle(key, now + self._settings.heartbeat_s)
         self._out.count("answers", "local")
         self._out.send(Local(request_id=waiting.pair.request_id, decode=decode.ref, reason=reason), waiting.proxy)
@@ -191,7 +200,7 @@ class Placement:
         retry_after_s = min(_RETRY_MAX_S, max(_RETRY_MIN_S, now - oldest.since))
         self._out.count("answers", "busy")
         self._out.send(
-            Busy(request_id=waiting.pair.request_id, retry_after_s=retry_after_s, reason=reason), waiting.proxy
+            Busy(request_id=waiting.pair.request_id, retry_after_s=retry_after_s, reason=reason[:2048]), waiting.proxy
         )
 
     def _enqueue(self, waiting: Waiting, now: float) -> None:

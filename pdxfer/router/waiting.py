@@ -1,19 +1,20 @@
 """Requests that wait for decode capacity: bounded, fair by tenant (round robin), then by age.
 
-A request that fits may overtake one that does not. Each overtaking is counted at the oldest request; RouterState
-keeps an engine free for it once there were too many, so a big request waits but never starves.
+A request that fits may overtake one that does not, and none waits for those of another model. Each overtaking is
+counted at the oldest request; RouterState keeps an engine free for it once there were too many, so a big request waits
+but never starves.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdxfer.wire.messages import Pair
 
 _LOOK_AHEAD = 8
-"""Requests of one tenant that are tried per turn."""
+"""Requests of one tenant for one model that are tried per turn."""
 _MAX_MISSES = 32
-"""Requests tried in vain before `place` gives up until capacity changes again."""
+"""Requests for a model tried in vain before `place` gives it up until capacity changes again."""
 
 Key = tuple[bytes, str]
 """Proxy connection and request id."""
@@ -42,6 +43,7 @@ class WaitingQueue:
         self.max_len = max_len
         self._by_age: OrderedDict[Key, Waiting] = OrderedDict()
         self._tenants: OrderedDict[str, OrderedDict[Key, Waiting]] = OrderedDict()
+        self._models: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -68,6 +70,7 @@ class WaitingQueue:
             self.remove(crowded_out)
         self._by_age[waiting.key] = waiting
         self._tenants.setdefault(waiting.pair.tenant, OrderedDict())[waiting.key] = waiting
+        self._models[waiting.pair.model] += 1
         return crowded_out
 
     def remove(self, waiting: Waiting) -> None:
@@ -77,6 +80,9 @@ class WaitingQueue:
         del mine[waiting.key]
         if not mine:
             del self._tenants[waiting.pair.tenant]
+        self._models[waiting.pair.model] -= 1
+        if not self._models[waiting.pair.model]:
+            del self._models[waiting.pair.model]
 
     def expired(self, now: float) -> list[Waiting]:
         """Those whose deadline has passed; the caller removes and answers them."""
@@ -84,19 +90,35 @@ class WaitingQueue:
 
     def place(self, try_place: Callable[[Waiting], bool]) -> None:
         """Offer capacity in fair order. `try_place` answers the request and returns True, or returns False."""
-        misses = 0
+        misses: Counter[str] = Counter()
         idle_turns = 0
-        while self._tenants and idle_turns < len(self._tenants) and misses < _MAX_MISSES:
+        while self._tenants and idle_turns < len(self._tenants):
             tenant = next(iter(self._tenants))
             self._tenants.move_to_end(tenant)
             idle_turns += 1
-            for waiting in list(self._tenants[tenant].values())[:_LOOK_AHEAD]:
+            for waiting in self._candidates(tenant, misses):
                 if try_place(waiting):
                     self._note_bypass(waiting)
                     self.remove(waiting)
                     idle_turns = 0
                     break
-                misses += 1
+                misses[waiting.pair.model] += 1
+
+    def _candidates(self, tenant: str, misses: Counter[str]) -> list[Waiting]:
+        """A tenant's oldest requests for each model that was not tried in vain too often."""
+        found: list[Waiting] = []
+        num_found: Counter[str] = Counter()
+        full = {model for model in self._models if misses[model] >= _MAX_MISSES}
+        for waiting in self._tenants[tenant].values():
+            if len(full) == len(self._models):
+                break
+            model = waiting.pair.model
+            if model not in full:
+                found.append(waiting)
+                num_found[model] += 1
+                if num_found[model] == _LOOK_AHEAD:
+                    full.add(model)
+        return found
 
     def note_overtaken(self) -> None:
         """A request was placed without queueing."""

@@ -1,0 +1,75 @@
+"""Who waits for whom at the router: requests of other sizes and models, engines that are not there. Pure."""
+
+import pytest
+from test_router_state import World, one_pair
+
+from pdxfer.wire.messages import Busy, FromRouter, Local, Pairing
+from pdxfer.wire.version import Decoder, encode
+
+
+def test_a_model_without_capacity_does_not_hold_up_another_one() -> None:
+    """However many of one client's requests wait for it."""
+    world = World()
+    world.join("a0", "decode", served_names=["a"], fingerprint={"model": "a"})
+    world.join("b0", "decode", served_names=["b"], fingerprint={"model": "b"})
+    world.beat("a0", "b0", free_blocks=0)
+    for number in range(50):
+        world.ask(f"a{number}", model="a")
+    world.ask("b", model="b")
+    world.beat("b0", free_blocks=1000)
+    answer = world.answer("b")
+    assert isinstance(answer, Local) and answer.decode.engine_id == "b0"
+    assert world.answers("a0") == []
+
+
+def test_the_engine_kept_free_is_one_that_the_waiting_request_would_take() -> None:
+    """Not one that no prefill engine reaches: it would be idle, and the request overtaken for ever."""
+    world = World(max_bypasses=1)
+    world.join("p0", "prefill")
+    world.join("d0", "decode")
+    world.join("d1", "decode")
+    world.connect("p0", "d0")
+    world.beat("d0", free_blocks=50)
+    world.beat("d1", free_blocks=90)
+    world.ask("big", num_tokens=16 * 100 - 1)
+    for number in range(2):
+        world.ask(f"small{number}", num_tokens=16 * 20 - 1)
+    assert isinstance(world.answer("small0"), Pairing) and world.answers("small1") == []
+    world.beat("d0", free_blocks=120)
+    answer = world.answer("big")
+    assert isinstance(answer, Pairing) and answer.decode.engine_id == "d0"
+
+
+def test_what_never_fits_takes_no_credit_from_others() -> None:
+    """The engine refuses it: others need not wait for a heartbeat."""
+    world = one_pair()
+    world.ask("huge", num_tokens=1_000_000)
+    assert isinstance(world.answer("huge"), Local)
+    world.ask("next")
+    assert isinstance(world.answer("next"), Pairing)
+
+
+@pytest.mark.parametrize("how", ["suspect", "avoided"])
+def test_what_never_fits_is_refused_by_an_engine_that_is_there(how: str) -> None:
+    """A dead one would make it 502, and the client would try for ever."""
+    world = World()
+    world.join("d0", "decode")
+    world.join("d1", "decode")
+    if how == "suspect":
+        for _ in range(4):
+            world.tick(0.5)
+            world.beat("d1")
+    world.ask("huge", num_tokens=1_000_000, avoid=["d0"] if how == "avoided" else [])
+    answer = world.answer("huge")
+    assert isinstance(answer, Local) and answer.decode.engine_id == "d1"
+
+
+def test_an_answer_can_be_read_whatever_the_model_was_called() -> None:
+    """The proxy would wait for an answer that it could not decode."""
+    world = one_pair()
+    world.ask("r1", model="\x00" * 1024)
+    world.tick(2.1)
+    answer = world.answer("r1")
+    assert isinstance(answer, Busy)
+    decoder: Decoder[FromRouter] = Decoder(FromRouter)  # type: ignore[arg-type]
+    assert decoder.decode(encode(answer)) == answer
