@@ -129,6 +129,8 @@ class Cluster:
 
     def peer_ready(self, engine: Engine, link: Link, ready: PeerReady) -> None:
         """A worker opened its channel to a peer node, or could not."""
+        if not ready.kind and ready.engine_id not in self.engines:
+            return  # that engine has left: nobody misses the channel
         for worker in engine.workers.values():
             if worker.link is link and (ready.engine_id in worker.ready or len(worker.ready) < _MAX_PEER_READY):
                 before = worker.ready.get(ready.engine_id)
@@ -172,6 +174,8 @@ class Cluster:
             self.routes.pop(link.route, None)
         for pair in [pair for pair in self._mismatches if engine.engine_id in pair]:
             del self._mismatches[pair]
+        for worker in (worker for other in self.engines.values() for worker in other.workers.values()):
+            worker.ready.pop(engine.engine_id, None)
         self._changed()
         self._out.log("info", f"engine {engine.engine_id} left: {reason}")
         self._out.happened("left", engine_id=engine.engine_id, reason=reason)
@@ -187,9 +191,11 @@ class Cluster:
     def set_role(self, engine: Engine, role: Role) -> None:
         """Have an engine that can do both do this."""
         engine.given_role = role
-        self._pairs.clear()
+        self._changed()
         self._out.log("info", f"engine {engine.engine_id} does {role} from now on")
         self._out.happened("role", engine_id=engine.engine_id, role=role)
+        if engine.is_joined:
+            self._compare(engine)
 
     def apply(self, settings: RouterSettings) -> None:
         """These settings from now on."""

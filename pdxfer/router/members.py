@@ -5,6 +5,7 @@ them and what follows is state.py.
 """
 
 import re
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from pdxfer.wire.messages import EngineRef, Heartbeat, Hello, PeerReady, Peers, 
 _ROUTE = re.compile(rb"([^/#]{1,64})/([A-Za-z0-9._-]{1,64})#[^#]{1,64}")
 _WORKER = re.compile(r"w(\d{1,4})")
 PROXY = "proxy"
-_DRIFT_S = 1e-4
-"""How far two clocks may part in one heartbeat; lets a smallest-seen offset follow them."""
+_CLOCK_BEATS = 60
+"""Heartbeats whose smallest offset counts: enough for one that was not delayed, few enough to follow a clock that
+steps."""
 
 
 class Identity(NamedTuple):
@@ -58,13 +60,14 @@ class Link:
     beat: Heartbeat | None = None
     """The last one."""
     clock_offset: float | None = None
-    """Router wall − member wall, smallest seen: the least delayed sample."""
+    """Router wall − member wall, smallest of the last heartbeats: the least delayed sample."""
+    clock_samples: deque[float] = field(default_factory=lambda: deque(maxlen=_CLOCK_BEATS))
 
     def heard(self, beat: Heartbeat, now: float, wall: float) -> None:
         """A heartbeat arrived."""
         self.last_seen, self.beat = now, beat
-        sample = wall - beat.wall
-        self.clock_offset = sample if self.clock_offset is None else min(sample, self.clock_offset + _DRIFT_S)
+        self.clock_samples.append(wall - beat.wall)
+        self.clock_offset = min(self.clock_samples)
 
 
 @dataclass(slots=True, kw_only=True)

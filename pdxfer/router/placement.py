@@ -180,9 +180,7 @@ class Placement:
             waiting.proxy,
         )  # fmt: skip
 
-    def _local(
-        self, waiting: Waiting, decode: Engine, now: float, reason: str, num_blocks: int | None = None
-    ) -> None:
+    def _local(self, waiting: Waiting, decode: Engine, now: float, reason: str, num_blocks: int | None = None) -> None:
         """No lease: the engine's report includes it a heartbeat from now. It takes the blocks of its prompt, or
         `num_blocks`."""
         if num_blocks is None:
