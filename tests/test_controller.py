@@ -71,6 +71,8 @@ def test_nodes_events_and_metrics_show_the_engines(router: RouterServer, engines
     events = api.get("/v1/events").json()["events"]
     assert [event["kind"] for event in events] == ["joined", "joined"]
     assert api.get("/v1/events", params={"since": events[-1]["number"]}).json() == {"events": []}
+    before_the_restart = api.get("/v1/events", params={"since": 500}).json()["events"]
+    assert before_the_restart == events, "a reader that knows a former life's numbers must not miss this one's events"
     metrics = api.get("/metrics").text
     assert 'pdxfer_router_engines{role="decode",state="ready"} 1.0' in metrics
     assert "pdxfer_router_pairs 1.0" in metrics
@@ -102,7 +104,9 @@ def test_with_a_token_only_health_and_ready_are_open(router: RouterServer) -> No
         assert api.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert api.post("/v1/nodes/p0/drain").status_code == 401
     assert api.get("/health").status_code == 200 and api.get("/ready").status_code == 503
+    assert api.get("/v1/nodes", headers={"Authorization": "Basic s3cret"}).status_code == 401
     assert api.get("/v1/nodes", headers=TOKEN).status_code == 200
+    assert api.get("/v1/nodes", headers={"Authorization": "bearer s3cret"}).status_code == 200
     assert "/v1/nodes/{engine_id}/drain" in api.get("/openapi.json", headers=TOKEN).json()["paths"]
     assert api.get("/docs", headers=TOKEN).status_code == 200
 

@@ -210,7 +210,7 @@ def test_without_a_store_nothing_is_started(router: RouterServer) -> None:
     engine = SmallEngine(router.endpoint, "p0", "both")
     wait_until(lambda: router.snapshot().engines and router.snapshot().engines[0].state == "ready")
     answer = TestClient(make_app(router, ControllerSettings())).post("/v1/cache/lookup", json=PROMPT)
-    assert answer.status_code == 409 and "store.enabled" in answer.text
+    assert answer.status_code == 409 and "--set store.enabled=true" in answer.text
     engine.close()
 
 

@@ -249,7 +249,10 @@ def _targets(engines: list[EngineView], named: tuple[str, ...], verb: StoreVerb,
     found = [engine for engine in found if engine.engine_id != from_engine]
     with_store = [engine for engine in found if any(rank.tiers for rank in engine.ranks)]
     if not with_store:
-        raise Unfit("no engine that is meant has a store: set store.enabled on the engines")
+        raise Unfit(
+            "no engine that is meant has a store: start the engines with store.enabled (pdxfer launch --set "
+            "store.enabled=true)"
+        )
     return sorted(with_store, key=lambda engine: engine.engine_id)
 
 

@@ -161,8 +161,10 @@ class RouterServer:
         return self.events_after(0, _EVENTS_LISTED)
 
     def events_after(self, number: int, limit: int) -> list[EventRecord]:
-        """The newest `limit` events with a larger number, oldest first."""
+        """The newest `limit` events with a larger number, oldest first. A number that we have not reached yet is from
+        another life of the router: then all count."""
         newest = self._num_events
+        number = number if number <= newest else 0
         wanted = max(0, min(limit, newest - number))
         while True:
             try:
