@@ -13,7 +13,17 @@ from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_model import next_words, tokenize
-from pdxfer.wire.messages import ONE_BLOCK, PREFILL_TOO_SMALL, SHORT_PROMPT, Busy, EngineRef, Local, Release
+from pdxfer.wire.messages import (
+    ONE_BLOCK,
+    PREFILL_TOO_SMALL,
+    SHORT_PROMPT,
+    Busy,
+    EngineRef,
+    Local,
+    Pair,
+    Pairing,
+    Release,
+)
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 20
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 5}
@@ -177,6 +187,35 @@ async def test_an_unknown_model_is_404_also_as_the_first_request() -> None:
         status, body, _ = await r.post("/v1/completions", {"model": "gpt-9", "prompt": "hi"})
         assert (status, body["error"]["code"]) == (404, "model_not_found")
         assert not r.prefill.faults.take()
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["an unknown model", "no engine yet"])
+async def test_many_that_ask_for_the_same_model_at_once_cost_one_question(is_there: bool) -> None:
+    """One after the other, each would wait for all that came before it: the router takes its time for a no."""
+    async with rig() as r:
+        ask = r.pairer.pair
+
+        async def pair(request: Pair, timeout_s: float) -> Pairing | Local | Busy:
+            answer = await ask(request, timeout_s)
+            if is_there and not request.model:
+                return answer
+            return Busy(request_id=request.request_id, retry_after_s=1.0, reason="no engine")
+
+        r.pairer.pair = pair  # type: ignore[method-assign]
+        answers = await asyncio.gather(*(r.post("/v1/completions", COMPLETION | {"model": "gpt-9"}) for _ in range(20)))
+        assert {status for status, _, _ in answers} == ({404} if is_there else {503})
+        assert len([one for one in r.pairer.asked if one.local_only and one.model == "gpt-9"]) == 1
+        assert len([one for one in r.pairer.asked if not one.model]) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/v1/messages"])
+async def test_a_model_name_without_end_is_refused_at_once(path: str) -> None:
+    """The router would not read the question, and the client wait for an answer until the deadline."""
+    async with rig() as r:
+        body = {"model": "x" * 3000, "prompt": "hi", "input": "hi", "messages": []}
+        status, answer, _ = await r.post(path, body)
+        assert status == 400 and answer["error"]["param"] == "model" and "3000 characters" in answer["error"]["message"]
+        assert not r.pairer.asked
 
 
 async def test_no_model_named_is_for_the_engine_to_judge() -> None:

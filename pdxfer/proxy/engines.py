@@ -50,6 +50,9 @@ class Engines:
         self._answered: dict[str, float] = {}
         self._fetched = float("-inf")
         self._unknown: OrderedDict[str, float] = OrderedDict()
+        self._refreshes: dict[str, asyncio.Task[None]] = {}
+        """Under way, by model: whoever asks meanwhile shares the answer."""
+        self._num_fetches = 0
         self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -119,14 +122,24 @@ class Engines:
 
     async def _refresh(self, model: str) -> None:
         """Fetch all known engines' lists, after asking the router for one that serves `model`."""
+        if not model and self._clock.now() < self._fetched + self._ttl_s:
+            return
+        refresh = self._refreshes.get(model)
+        if refresh is None:
+            refresh = self._refreshes[model] = asyncio.create_task(self._look_up(model), name="models")
+            refresh.add_done_callback(lambda _: self._refreshes.pop(model))
+        await asyncio.shield(refresh)
+
+    async def _look_up(self, model: str) -> None:
+        await self._meet(model)
+        if model and not self._seen:
+            await self._meet("")
+        num_begun = self._num_fetches
         async with self._lock:
-            if model in self._names() or (not model and self._clock.now() < self._fetched + self._ttl_s):
-                return
-            await self._meet(model)
-            if model and not self._seen:
-                await self._meet("")
-            engines = list(self._seen.values())
-            await asyncio.gather(*(self._fetch(engine) for engine in engines))
+            if self._num_fetches > num_begun:
+                return  # one began after we met our engine, and is over
+            self._num_fetches += 1
+            await asyncio.gather(*(self._fetch(engine) for engine in list(self._seen.values())))
             self._fetched = self._clock.now()
 
     async def _meet(self, model: str) -> None:

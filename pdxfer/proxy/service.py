@@ -84,13 +84,10 @@ class Service:
             json = body.decode_object(await self._read(exchange))
             body.drop_transfer(json)
             body.keep_apart(json, exchange.entry.tenant)
-            model = json.get("model")
-            if isinstance(model, str):
-                model = json["model"] = self._engines.resolve(model)
-                await self._check_model(model)
+            model = body.take_model(json, self._engines.resolve) if isinstance(json.get("model"), str) else ""
+            await self._check_model(model)
             data = body.encode(json)
-            named = model if isinstance(model, str) else ""
-            return await self._attempt(exchange, lambda last: self._local(exchange, data, named, 0, "endpoint", last))
+            return await self._attempt(exchange, lambda last: self._local(exchange, data, model, 0, "endpoint", last))
 
         return await self._account(request, endpoint, serve)
 
