@@ -4,13 +4,16 @@ import ast
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from proxy_rig import MODEL, Rig, rig
 
+from pdxfer.metrics.catalog import MetricSet
 from pdxfer.proxy.body import Parsed, parse
-from pdxfer.proxy.replay import CannotContinue, Continued, Sent, continuation, refusal
+from pdxfer.proxy.replay import DONE, CannotContinue, Continued, Sent, continuation, refusal
+from pdxfer.proxy.resume import Resumer
 from pdxfer.testing.fake_engine import FakeEngine, FakeEngineSettings
 from pdxfer.testing.fake_model import tokenize
 from pdxfer.wire.messages import EngineRef
@@ -80,6 +83,21 @@ async def test_without_another_engine_it_is_an_error_event() -> None:
         events = await stream(r, "/v1/completions", STREAM)
         assert len(events) == 4 and events[-1]["error"]["code"] == "engine_lost"
         assert len(r.decode.counts.seen) == 1, "the lost engine was asked again"
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": True}])
+async def test_of_a_whole_answer_only_the_usage_can_be_missing(options: dict[str, bool] | None) -> None:
+    """And only if it was asked for."""
+    request = parsed(STREAM | {"stream_options": options})
+    sent = Sent()
+    sent.take(b'data: {"id":"a","created":1,"choices":[{"text":"x","finish_reason":"length"}]}\n\n')
+    resume = Resumer(None, None, MetricSet("proxy")).resume(SimpleNamespace(avoid=[]), request, "d0")  # type: ignore[arg-type]
+    assert resume is not None
+    if options and options["include_usage"]:
+        with pytest.raises(CannotContinue, match="usage"):
+            [events async for events in resume(sent)]
+    else:
+        assert [events async for events in resume(sent)] == [DONE]
 
 
 async def test_what_must_not_be_continued_is_not() -> None:
@@ -187,7 +205,10 @@ def test_a_long_answer_is_passed_on_and_not_kept() -> None:
         sent.account()
 
 
-@pytest.mark.parametrize("event", [b"data: {\n\n", b'data: {"choices":[{"delta":{"tool_calls":[1]}}]}\n\n'])
+@pytest.mark.parametrize(
+    "event",
+    [b"data: {\n\n", b'data: {"error": {"message": "x"}}\n\n', b'data: {"choices":[{"delta":{"tool_calls":[1]}}]}\n\n'],
+)
 def test_what_cannot_be_handed_back_is_not_continued(event: bytes) -> None:
     sent = Sent()
     sent.take(event)

@@ -109,6 +109,8 @@ class Sent:
             if event == b"[DONE]":
                 return Account(text="".join(texts), is_finished=True, id=None, created=None)
             last = _object(event)
+            if "error" in last:
+                raise CannotContinue("the client has seen an error of the first engine")
             for choice in _choices(last):
                 texts.append(_text(choice))
                 is_finished = is_finished or choice.get("finish_reason") is not None

@@ -40,7 +40,8 @@ class Resumer:
         """What follows the text that the client has. Raises CannotContinue, LegError."""
         account = sent.account()
         if account.is_finished:
-            if parsed.json.get("stream_options"):
+            options = parsed.json.get("stream_options")
+            if isinstance(options, dict) and options.get("include_usage"):
                 raise CannotContinue("only its usage was missing")
             yield DONE
             return
