@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from router_kit import FINGERPRINT, make_hello, make_pair, make_worker_hello
 
-from pdxfer.router.events import Action, Happened, Log, Received, Send, SetDrain, Stop, Tick, Unreachable
+from pdxfer.router.events import Action, Happened, Log, Observed, Received, Send, SetDrain, Stop, Tick, Unreachable
 from pdxfer.router.members import Identity, parse_route
 from pdxfer.router.settings import RouterSettings
 from pdxfer.router.state import RouterState
@@ -30,6 +30,7 @@ from pdxfer.wire.messages import (
     Refused,
     Release,
     Role,
+    Served,
     Stamp,
     Started,
     StoreAddress,
@@ -640,7 +641,27 @@ def test_only_the_legs_of_a_transfer_may_speak_for_it() -> None:
     assert world.sent == [] and len(world.state.leases) == 1
 
 
-def test_stamps_are_shifted_to_the_routers_clock_and_may_come_late() -> None:
+def test_stamps_reach_the_proxy_in_its_own_clock_and_the_controller_in_the_routers() -> None:
+    """Each of three hosts has its own: the timeline's stages are differences between them."""
+    world = one_pair()
+    world.say(PROXY, Heartbeat(incarnation=1, wall=world.now + 1000.0 - 7.0))
+    world.ask()
+    world.say(sched("d0"), Heartbeat(incarnation=1, wall=world.now + 1000.0 - 50.0, free_blocks=1000))
+    world.say(PROXY, Heartbeat(incarnation=1, wall=world.now + 1000.0 - 7.0))
+    world.say(sched("d0"), Stamp(transfer_id="t-1", stage="landed", wall=500.0))
+    (stamp,) = world.to(PROXY, Stamp)
+    assert isinstance(stamp, Stamp) and stamp.wall == pytest.approx(543.0)
+    served = Served(
+        request_id="r1", endpoint="chat", mode="pair", outcome="ok", arrival=542.0, end=544.0, first_byte=543.5,
+        stamps={"landed": stamp.wall},
+    )  # fmt: skip
+    [told] = world.state.handle(Received(PROXY, served, world.now), world.now)
+    assert isinstance(told, Observed) and isinstance(told.report, Served)
+    report = told.report
+    assert (report.arrival, report.stamps["landed"], report.first_byte, report.end) == (549.0, 550.0, 550.5, 551.0)
+
+
+def test_stamps_are_shifted_by_the_least_delayed_heartbeat_and_may_come_late() -> None:
     """Offset from heartbeats; 'scheduled' often follows Ended."""
     world = one_pair()
     world.ask()

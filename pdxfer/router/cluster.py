@@ -101,6 +101,11 @@ class Cluster:
         proxy.link.last_seen = now
         return proxy
 
+    def proxy_offset(self, route: bytes) -> float:
+        """Our wall clock − that proxy's; 0.0 while it is unknown."""
+        proxy = self.proxies.get(route)
+        return (proxy.link.clock_offset if proxy is not None else None) or 0.0
+
     # ---- life ------------------------------------------------------------------------------------------------
 
     def heartbeat(self, route: bytes, beat: Heartbeat, now: float, wall: float) -> None:

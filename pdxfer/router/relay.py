@@ -25,14 +25,19 @@ from pdxfer.wire.messages import (
 
 OtherPrefill = Callable[[Lease, int], Engine | None]
 """(lease, missing tokens) → who could take the prompt over."""
+ProxyOffset = Callable[[bytes], float]
+"""Connection of a proxy → our wall clock − its own."""
 
 
 class Relay:
     """The transfers' side of the router state."""
 
-    def __init__(self, leases: Leases, lease_s: float, out: Outbox, other_prefill: OtherPrefill) -> None:
+    def __init__(
+        self, leases: Leases, lease_s: float, out: Outbox, other_prefill: OtherPrefill, proxy_offset: ProxyOffset
+    ) -> None:
         self._leases = leases
         self._other_prefill = other_prefill
+        self._proxy_offset = proxy_offset
         self.lease_s = lease_s
         self._out = out
 
@@ -121,17 +126,15 @@ class Relay:
             self._fail_leg(lease, message, now, tell_proxy=True)
 
     def stamp(self, sender: Engine, link: Link, message: Stamp) -> None:
-        """Engine → proxy, in the router's clock. The last stages may come after the end."""
+        """Engine → proxy, in the proxy's clock. The last stages may come after the end."""
         lease = self._leases.get(message.transfer_id) or self._leases.get_ended(message.transfer_id)
         if lease is None or sender not in (lease.prefill, lease.decode):
             self._out.count("refused", "late" if lease is None else "foreign")
             return
         if message.stage == "prefilled" and sender is lease.prefill:
             _return_tokens(lease)
-        shifted = Stamp(
-            transfer_id=message.transfer_id, stage=message.stage, wall=message.wall + (link.clock_offset or 0.0)
-        )
-        self._out.send(shifted, lease.proxy)
+        wall = message.wall + (link.clock_offset or 0.0) - self._proxy_offset(lease.proxy)
+        self._out.send(Stamp(transfer_id=message.transfer_id, stage=message.stage, wall=wall), lease.proxy)
 
     def ended(self, sender: Engine, message: Ended, now: float) -> None:
         """decode settled its side: lease and credit return. One that a Release overtook still tells what was moved."""

@@ -184,9 +184,12 @@ def take_snapshot(
 
 
 def shifted(served: Served, offset: float) -> Served:
-    """A proxy's report with its own walls in the router's clock; stamps are in it already."""
+    """A proxy's report in the router's clock."""
     first_byte = served.first_byte + offset if served.first_byte is not None else None
-    return replace(served, arrival=served.arrival + offset, end=served.end + offset, first_byte=first_byte)
+    stamps = {stage: wall + offset for stage, wall in served.stamps.items()}
+    return replace(
+        served, arrival=served.arrival + offset, end=served.end + offset, first_byte=first_byte, stamps=stamps
+    )
 
 
 def _rank(rank: int, worker: Worker, now: float) -> RankView:

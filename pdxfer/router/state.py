@@ -65,7 +65,11 @@ class RouterState:
         self.out = Outbox()
         self.leases = Leases()
         self.relay = Relay(
-            self.leases, settings.lease_s, self.out, lambda lease, rest: self.placement.other_prefill(lease, rest)
+            self.leases,
+            settings.lease_s,
+            self.out,
+            lambda lease, rest: self.placement.other_prefill(lease, rest),
+            lambda route: self.cluster.proxy_offset(route),
         )
         self.cluster = Cluster(settings, secret, self.out, self._engine_lost)
         self.placement = Placement(settings, self.cluster, self.leases, self.out, mint)
@@ -162,8 +166,7 @@ class RouterState:
         elif isinstance(message, Pair):
             self.placement.ask(route, message, self._now)
         elif isinstance(message, Served):
-            offset = self.cluster.proxies[route].link.clock_offset or 0.0
-            self.out.observed("", shifted(message, offset))
+            self.out.observed("", shifted(message, self.cluster.proxy_offset(route)))
         elif isinstance(message, Release):
             self.relay.release(route, message, self._now)
             self._transfer_over()

@@ -338,7 +338,7 @@ class Redispatch(Message, frozen=True, tag="redispatch"):
 
 
 class Stamp(Message, frozen=True, tag="stamp"):
-    """S → R → P. A stage was reached at `wall` (sender's clock; the router shifts it to its own)."""
+    """S → R → P. A stage was reached at `wall` (sender's clock; the router shifts it to the proxy's)."""
 
     transfer_id: Id
     stage: Stage
@@ -375,7 +375,7 @@ class Served(Message, frozen=True, tag="served"):
     reason: Text = ""
     """Why it was local, or what became of the transfer."""
     stamps: Annotated[dict[Id, float], msgspec.Meta(max_length=8)] = {}
-    """By Stage, in the router's clock."""
+    """By Stage, in the proxy's clock, too."""
     num_bytes: int = 0
     num_tokens: int = 0
     channel: Id = ""
