@@ -1,4 +1,4 @@
-"""The disk tier's files: golden bytes of the table, versions, foreign files, other capacities, options."""
+"""The disk tier's files: golden bytes of the table, versions, other capacities, options."""
 
 import struct
 from collections.abc import Sequence
@@ -77,27 +77,6 @@ async def test_another_version_is_refused_with_both_numbers(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"has format version 2 .* this pdxfer reads version 1"):
         await tier_on(tmp_path / "kv")
     assert table.read_bytes() == raw, "nothing of it is touched"
-
-
-@pytest.mark.parametrize("sector", [0, 512])
-async def test_one_damaged_copy_of_the_header_costs_nothing(tmp_path: Path, sector: int) -> None:
-    t = await tier_on(tmp_path / "kv")
-    await t.stored("a")
-    await t.tier.close()
-    with open(tmp_path / "kv" / "table", "r+b") as table:
-        table.seek(sector)
-        table.write(b"\xff" * 512)
-    t = await tier_on(tmp_path / "kv")
-    assert await t.get(key_of("a")) == value_of("a", 1000)
-    await t.tier.close()
-
-
-async def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "table").write_bytes(b"a,b,c\n1,2,3\n")
-    with pytest.raises(ConfigError, match="is not the table of a disk tier"):
-        await tier_on(tmp_path / "kv")
-    assert (tmp_path / "kv" / "table").read_bytes() == b"a,b,c\n1,2,3\n"
 
 
 @pytest.mark.parametrize(("kind", "name"), [("lmdb", "kv/data.mdb"), ("sqlite", "kv")])

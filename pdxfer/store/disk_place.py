@@ -5,9 +5,12 @@ alone, and the tier waits for the mount.
 """
 
 import errno
+import logging
 import mmap
 import os
 from dataclasses import dataclass
+
+import numpy as np
 
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.disk_files import FileLayer, open_slab, read_all, write_all
@@ -17,13 +20,18 @@ from pdxfer.store.disk_table import (
     ENTRY_BYTES,
     HEADER_BYTES,
     MAX_BLOCKS,
-    NotATableError,
     check_header,
+    has_entry,
+    has_magic,
     pack_header,
+    slot_offset,
 )
+
+log = logging.getLogger(__name__)
 
 _MIN_SLOTS = 64
 _LEAST_BYTES = 1 << 20
+_SCAN_SLOTS = 1 << 14
 _DIRECTORY_AND_LOCK_BYTES = 2 * 4096
 _USER_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -79,6 +87,7 @@ class SlabFiles:
         """Make what is missing, take the lock, give the table its length. ConfigError, or OSError to try again."""
         try:
             self._make_directory()
+            self._refuse_foreign_slab()
             self._lock = take_lock(self._files, self._name("lock"), self.path, "disk")
             self.table = self._files.open(self._name("table"), os.O_RDWR | os.O_CREAT)
             self._begin_table(plan)
@@ -120,18 +129,49 @@ class SlabFiles:
                 raise OSError(errno.ENODEV, f"{self.path} is not on the filesystem any more where it was opened")
         os.makedirs(self.path, mode=0o700, exist_ok=True)
 
+    def _refuse_foreign_slab(self) -> None:
+        """A slab has no mark of its own; ours is never without the lock, which is made first."""
+        if os.path.exists(self._name("table")) or os.path.exists(self._name("lock")):
+            return
+        if os.path.exists(self._name("slab")) and os.path.getsize(self._name("slab")):
+            raise ConfigError(
+                f"disk tier: {self._name('slab')} is not the slab of a disk tier (there is no table beside it); give"
+                " store.tiers[].url a directory of its own"
+            )
+
     def _begin_table(self, plan: SlabPlan) -> None:
+        """A damaged header of ours is written again: entries have checks of their own, so whole ones still count."""
         size = self._files.size(self.table)
         head = bytearray(min(size, HEADER_BYTES))
         read_all(self._files, self.table, memoryview(head), 0)
-        try:
-            begun = check_header(bytes(head), self._name("table"))
-        except NotATableError as error:
+        is_whole = check_header(bytes(head), self._name("table"))
+        if not is_whole and not self._is_our_table(bytes(head), size):
             raise ConfigError(
                 f"disk tier: {self._name('table')} is not the table of a disk tier (starts with {bytes(head[:8])!r});"
                 " give store.tiers[].url a directory of its own"
-            ) from error
+            )
         if size < plan.table_bytes:
             self._files.allocate(self.table, size, plan.table_bytes - size)
-        if not begun:
+        if not is_whole:
+            if any(head):
+                log.warning(
+                    "disk tier: the header of %s is damaged (starts with %r) and is written again; values whose"
+                    " entries are damaged too are misses",
+                    self._name("table"),
+                    bytes(head[:8]),
+                )
             write_all(self._files, self.table, memoryview(pack_header()), 0)
+
+    def _is_our_table(self, head: bytes, size: int) -> bool:
+        """Of a file without a whole header: begun and empty, or damaged. Only zeros, our magic or a whole entry."""
+        if has_magic(head):
+            return True
+        has_zeros_only = not any(head)
+        for first in range(0, (size - HEADER_BYTES) // ENTRY_BYTES, _SCAN_SLOTS):
+            num_slots = min(_SCAN_SLOTS, (size - HEADER_BYTES) // ENTRY_BYTES - first)
+            raw = memoryview(bytearray(num_slots * ENTRY_BYTES))
+            read_all(self._files, self.table, raw, slot_offset(first))
+            if has_entry(raw, first):
+                return True
+            has_zeros_only = has_zeros_only and not np.frombuffer(raw, dtype=np.uint64).any()
+        return has_zeros_only

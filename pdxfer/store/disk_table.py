@@ -36,10 +36,6 @@ _COPIES = (0, 512)
 assert _ENTRY.size + _CHECK.size == ENTRY_BYTES
 
 
-class NotATableError(Exception):
-    """The header is neither ours nor empty."""
-
-
 def blocks_of(num_bytes: int) -> int:
     """Blocks that hold a value."""
     return -(-num_bytes // BLOCK_BYTES)
@@ -58,12 +54,10 @@ def pack_header() -> bytes:
 
 
 def check_header(block: bytes, path: str) -> bool:
-    """Whether the table was begun before (False: an empty file). ConfigError: another version. NotATableError."""
-    if not any(block):
-        return False
+    """Whether a copy of the header is whole. ConfigError: another version."""
     for at in _COPIES:
         head = block[at : at + _HEADER.size]
-        if len(head) < _HEADER.size or head[:4] != MAGIC:
+        if len(block) < at + _HEADER.size + _CHECK.size or head[:4] != MAGIC:
             continue
         if _CHECK.unpack_from(block, at + _HEADER.size)[0] != xxhash.xxh3_64_intdigest(head):
             continue
@@ -75,7 +69,19 @@ def check_header(block: bytes, path: str) -> bool:
                 " another directory in store.tiers[].url"
             )
         return True
-    raise NotATableError
+    return False
+
+
+def has_magic(block: bytes) -> bool:
+    """Whether a copy of the header, damaged or cut, still begins as ours."""
+    return any(block[at : at + len(MAGIC)] == MAGIC for at in _COPIES)
+
+
+def has_entry(raw: memoryview, first_slot: int) -> bool:
+    """Whether some slot is a whole entry; quick where none is. `raw` is whole slots."""
+    words = np.frombuffer(raw, dtype="<u4").reshape(-1, ENTRY_BYTES // 4)
+    slots = np.flatnonzero(words[:, 0] == int.from_bytes(_ENTRY_MAGIC, "little")).tolist()
+    return any(unpack_entry(bytes(raw[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]), first_slot + i) for i in slots)
 
 
 def pack_entry(record: Record) -> bytes:
