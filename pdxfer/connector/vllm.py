@@ -66,7 +66,8 @@ class PdxferConnector(KVConnectorBase_V1, SupportsHMA):
         _log_with_vllm()
         rest_between_steps()
         settings = settings_from(vllm_config)
-        _refuse_unsupported(vllm_config, kv_cache_config)
+        _refuse_parallel(vllm_config, settings)
+        _refuse_unsupported(kv_cache_config)
         self._settings = settings
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -229,11 +230,30 @@ def _facts(config: VllmConfig, kv_config: KVCacheConfig) -> EngineFacts:
     )
 
 
-def _refuse_unsupported(config: VllmConfig, kv_config: KVCacheConfig) -> None:
-    """Fail at start, with what to do, rather than move KV we do not understand."""
+def _refuse_parallel(config: VllmConfig, settings: ConnectorSettings) -> None:
+    """Fail at start where a block is not what one rank holds of `block_size` tokens, or an engine not one member."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError("pipeline parallelism is not supported by pdxfer yet: use --tensor-parallel-size only")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            "context parallelism is not supported by pdxfer: it spreads a block's tokens over ranks. Leave out "
+            "--decode-context-parallel-size and --prefill-context-parallel-size"
+        )
+    if parallel.use_ubatching and settings.layerwise and settings.role != "decode":
+        raise ConfigError(
+            "with --enable-dbo a layer is computed in two parts, and its KV is not whole after the first: "
+            'set transport.layerwise to false, also as "layerwise" in kv_connector_extra_config'
+        )
+    behind_one_url = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+    if settings.router and behind_one_url and not parallel.data_parallel_external_lb:
+        raise ConfigError(
+            "data parallel ranks behind one URL cannot be told apart by the router: start each as an engine of its own"
+        )
+
+
+def _refuse_unsupported(kv_config: KVCacheConfig) -> None:
+    """Fail at start, with what to do, rather than move KV we do not understand."""
     if len(kv_config.kv_cache_groups) != 1:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_config.kv_cache_groups})
         raise ConfigError(

@@ -1,0 +1,57 @@
+"""What vLLM can be told to do with KV that we would move wrongly: refused at the engine's start, with what to do."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdxfer.core.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+
+def refuse(role: str = "prefill", router: str = "tcp://r:5570", layerwise: bool = True, **parallel: Any) -> None:
+    from vllm.config import ParallelConfig
+
+    from pdxfer.connector.settings import ConnectorSettings
+    from pdxfer.connector.vllm import _refuse_parallel
+
+    settings: Any = {"role": role, "router": router, "layerwise": layerwise, "engine_id": "e", "url": "http://e"}
+    config: Any = SimpleNamespace(parallel_config=ParallelConfig())
+    for name, value in parallel.items():
+        assert hasattr(config.parallel_config, name)
+        setattr(config.parallel_config, name, value)
+    _refuse_parallel(config, ConnectorSettings(halves_path=str(Path("h")), **settings))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"pipeline_parallel_size": 2}, "--tensor-parallel-size only"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"enable_dbo": True}, "transport.layerwise"),
+        ({"ubatch_size": 2, "role": "both"}, "transport.layerwise"),
+        ({"data_parallel_size": 2}, "engine of its own"),
+        ({"data_parallel_index": 1}, "engine of its own"),
+    ],
+)
+def test_kv_that_would_be_moved_wrongly_is_refused(parallel: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        refuse(**parallel)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"enable_dbo": True, "layerwise": False},
+        {"enable_dbo": True, "role": "decode"},
+        {"data_parallel_size": 2, "data_parallel_external_lb": True},
+        {"data_parallel_size": 2, "router": "", "role": "both"},
+    ],
+)
+def test_the_rest_is_not(parallel: dict[str, Any]) -> None:
+    refuse(**parallel)
