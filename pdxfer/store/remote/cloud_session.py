@@ -49,25 +49,23 @@ class CloudSession:
         ]
 
     def read(self, key: bytes, lend: Lend, end: float) -> PooledBuffer | None:
-        """One request; the buffer is as long as the last value and one byte, so that its end is seen."""
-        buffer = lend(self._guess.num_bytes + 1)
-        at = 0
-        try:
-            with _translated(self._reader.open, self._name(key), "rb") as file:
-                while got := _translated(file.readinto, buffer.view[at:]):
-                    at += got
-                    self._check(end)
-                    if at == len(buffer.view):
-                        buffer = _larger(buffer, lend)
-        except FileNotFoundError:
+        """One request; the buffer is as long as the last value and one byte, so that its end is seen. A longer value is
+        read again into one that fits: whoever kept the short one while waiting would keep others waiting for it."""
+        num_bytes: int | None = self._guess.num_bytes
+        while num_bytes is not None:
+            buffer = lend(num_bytes + 1)
+            try:
+                got = self._fill(key, buffer.view, end)
+            except BaseException:
+                buffer.give_back()
+                raise
+            if got is not None and got <= num_bytes:
+                buffer.view = buffer.view[:got]
+                self._guess.num_bytes = max(got, FIRST_GUESS_BYTES)
+                return buffer
             buffer.give_back()
-            return None
-        except BaseException:
-            buffer.give_back()
-            raise
-        buffer.view = buffer.view[:at]
-        self._guess.num_bytes = max(at, FIRST_GUESS_BYTES)
-        return buffer
+            num_bytes = self._size(key, end) if got is not None else None
+        return None
 
     def write(self, key: bytes, parts: Sequence[Buffer], num_bytes: int, end: float) -> Outcome:
         """One request, refused by the server if the object is there."""
@@ -120,6 +118,18 @@ class CloudSession:
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
 
+    def _fill(self, key: bytes, view: memoryview, end: float) -> int | None:
+        """The value's bytes, as many as fit: their number; None: absent."""
+        at = 0
+        try:
+            with _translated(self._reader.open, self._name(key), "rb") as file:
+                while at < len(view) and (got := _translated(file.readinto, view[at:])):
+                    at += got
+                    self._check(end)
+        except FileNotFoundError:
+            return None
+        return at
+
     def _size(self, key: bytes, end: float) -> int | None:
         self._check(end)
         try:
@@ -138,14 +148,6 @@ class CloudSession:
     def _check(self, end: float) -> None:
         if self._aborted or SYSTEM_CLOCK.now() >= end:
             raise ServerError(Reason.TIMEOUT, "the deadline came first", clean=not self._aborted)
-
-
-def _larger(buffer: PooledBuffer, lend: Lend) -> PooledBuffer:
-    """A buffer twice as long that begins with the same bytes; the old one goes back."""
-    larger = lend(2 * len(buffer.view))
-    larger.view[: len(buffer.view)] = buffer.view
-    buffer.give_back()
-    return larger
 
 
 def _key(path: str, prefix: str) -> bytes:
