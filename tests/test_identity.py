@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdxfer.connector.identity import digest_prompt, digest_weights
+from pdxfer.connector.identity import digest_adapter, digest_prompt, digest_weights
 
 
 def checkpoint(directory: Path, change_tensor: int | None = None, change_at: int = 0) -> Path:
@@ -48,6 +48,39 @@ def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     with pytest.raises(ValueError, match="not a safetensors file"):
         digest_weights(tmp_path)
+
+
+def adapter(directory: Path, **config: object) -> Path:
+    """A LoRA adapter's directory."""
+    checkpoint(directory)
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, **config}))
+    return directory
+
+
+def test_an_adapters_strength_changes_its_digest(tmp_path: Path) -> None:
+    """Its weights are the same, its KV is not; where its base model was loaded from says nothing."""
+    one = digest_adapter(adapter(tmp_path / "a", base_model_name_or_path="/here"))
+    assert one == digest_adapter(adapter(tmp_path / "b", base_model_name_or_path="/there")) != ""
+    others: list[dict[str, object]] = [{"lora_alpha": 32}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}]
+    digests = {digest_adapter(adapter(tmp_path / f"c{i}", **config)) for i, config in enumerate(others)}
+    assert len({one, *digests}) == 4
+
+
+@pytest.mark.slow
+def test_an_adapter_that_cannot_be_read_ends_no_engine(tmp_path: Path) -> None:
+    """A link that leads nowhere is passed over; damaged weights or config make an identity that nobody else has."""
+    from pdxfer.connector.requests import adapter_digest
+
+    whole = adapter(tmp_path / "whole")
+    before = adapter_digest(str(whole))
+    (whole / "README.md").symlink_to(tmp_path / "nowhere")
+    assert adapter_digest(str(whole)) == before == digest_adapter(whole)
+    for name in ("model.safetensors", "adapter_config.json"):
+        damaged = adapter(tmp_path / f"damaged {name}")
+        for content in (b"", b"[]", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 1 << 60)):
+            (damaged / name).write_bytes(content)
+            assert adapter_digest(str(damaged)) != adapter_digest(str(damaged))
+    assert adapter_digest("user/adapter") == "user/adapter"
 
 
 def test_a_prompts_digest_depends_on_tokens_and_extras_only() -> None:

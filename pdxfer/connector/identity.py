@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own bound on its header."""
+PLACE_ONLY = {"base_model_name_or_path", "revision"}
+"""Keys of an adapter's configuration that say where its base model came from: the fingerprint has what that is."""
 
 
 def digest_weights(directory: Path) -> str:
@@ -33,6 +35,16 @@ def digest_weights(directory: Path) -> str:
         for path in files:
             _sample(hasher, path, [(0, path.stat().st_size)])
     return hasher.hexdigest(length=16) if files else ""
+
+
+def digest_adapter(directory: Path) -> str:
+    """As digest_weights, of a LoRA adapter: how strongly its weights count (lora_alpha and so on) is in its config."""
+    weights = digest_weights(directory)
+    config = directory / "adapter_config.json"
+    if not weights or not config.is_file():
+        return weights
+    fields = {k: v for k, v in json.loads(config.read_bytes()).items() if k not in PLACE_ONLY}
+    return blake3(weights.encode() + json.dumps(fields, sort_keys=True).encode()).hexdigest(length=16)
 
 
 def _digest_safetensors(hasher: Any, path: Path) -> None:

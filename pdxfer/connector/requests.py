@@ -1,13 +1,18 @@
 """What we read from vLLM's requests and scheduler output: our parameters, what cannot be moved, progress."""
 
+import logging
+import secrets
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pdxfer.connector.compat import Request, SchedulerOutput
-from pdxfer.connector.identity import digest_prompt, digest_weights
+from pdxfer.connector.identity import digest_adapter, digest_prompt
 from pdxfer.wire.messages import Leg, Role
+
+log = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 60.0
 MAX_CONTEXT_CHARS = 64
@@ -81,17 +86,27 @@ def prompt_digest(request: Request) -> bytes:
 
 
 def adapter_digest(path: str) -> str:
-    """Weights digest of a LoRA adapter; its path where it is no local directory. Cached by the files' identity."""
+    """Digest of a LoRA adapter; its path where it is no local directory. Cached by the files' identity. One that cannot
+    be read is like no other: its KV is neither moved nor found again."""
     directory = Path(path)
     if not directory.is_dir():
         return path
-    files = [(str(p), s.st_ino, s.st_size, s.st_mtime_ns) for p in sorted(directory.iterdir()) for s in (p.stat(),)]
-    return _files_digest(path, tuple(files)) or path
+    try:
+        return _files_digest(path, _identities(directory)) or path
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        log.warning("LoRA adapter %s cannot be read, so its KV is not shared: %s", path, error)
+        return f"{path} {secrets.token_hex(16)}"
+
+
+def _identities(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Of its files; a link that leads nowhere has none."""
+    files = [(path, path.stat()) for path in sorted(directory.iterdir()) if path.exists()]
+    return tuple((str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in files)
 
 
 @lru_cache(maxsize=256)
 def _files_digest(directory: str, files: tuple[tuple[str, int, int, int], ...]) -> str:
-    return digest_weights(Path(directory))
+    return digest_adapter(Path(directory))
 
 
 def computed_before(output: SchedulerOutput) -> dict[str, int]:
