@@ -495,6 +495,31 @@ def test_a_prompt_whose_grant_does_not_come_goes_to_the_store_and_its_blocks_bac
     assert [engine.pool.blocks[i].ref_cnt for i in (1, 7)] == [1, 1], "only the granted prompt holds them"
 
 
+@pytest.mark.parametrize("is_saved_before", [True, False])
+def test_a_grant_that_comes_while_its_prompt_is_spilled_leaves_nothing_behind(is_saved_before: bool) -> None:
+    from pdxfer.connector.spills import Spills
+    from pdxfer.connector.transfer import Send
+
+    engine, request = Engine(save="none", shared_memory="/run/store.sock"), prompt(32)
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    send = Send(
+        request_id="r", transfer_id="t", num_tokens=32, total_blocks=2, token_digest=b"", world_size=1, deadline=120.0,
+        held=[1, 2],
+    )  # fmt: skip
+    spills = Spills(SimpleNamespace(end=pytest.fail), engine.store.saves, 0.0)  # type: ignore[arg-type]
+    spills.request_over(send, engine.store.chunks(request), 0.0)  # type: ignore[arg-type]
+    spills.check(0.0)
+    (plan,) = engine.step(prompt(1, "x"), 0, 0, [])
+    saved = Saved(rank=0, save_ids=[plan.save_id], num_bytes=1, num_dropped=0)
+    if is_saved_before:
+        engine.store.apply(saved)
+    send.granted = True
+    spills.check(1.0)
+    if not is_saved_before:
+        engine.store.apply(saved)
+    assert not engine.store.saves._spilled and not spills._waiting and engine.pool.held == []
+
+
 def test_a_spill_that_no_tier_takes_is_held_until_the_deadline() -> None:
     from pdxfer.connector.spills import Spills
     from pdxfer.connector.transfer import Send

@@ -187,9 +187,13 @@ class Saves:
         ends = [self._spilled.get(save_id, False) for save_id in save_ids]
         if None in ends:
             return None
+        self.forget_spill(save_ids)
+        return all(ends)
+
+    def forget_spill(self, save_ids: list[int]) -> None:
+        """Nobody asks any more what became of these."""
         for save_id in save_ids:
             self._spilled.pop(save_id, None)
-        return all(ends)
 
     def _is_there(self, chunk: RankChunk) -> bool:
         return chunk[0].key in self._keys or self._mirror.has(chunk)

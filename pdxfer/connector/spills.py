@@ -55,6 +55,7 @@ class Spills:
             send = spill.send
             if send.granted or send.ending or send.is_settled:
                 del self._waiting[transfer_id]
+                self._saves.forget_spill(spill.save_ids or [])
             elif spill.save_ids is None:
                 if now >= spill.at:
                     spill.save_ids = self._saves.spill(spill.chunks, send.held, spill.tenant)
