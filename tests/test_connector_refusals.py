@@ -55,3 +55,19 @@ def test_kv_that_would_be_moved_wrongly_is_refused(parallel: dict[str, Any], say
 )
 def test_the_rest_is_not(parallel: dict[str, Any]) -> None:
     refuse(**parallel)
+
+
+@pytest.mark.parametrize("kv_role", ["kv_producer", "kv_both"])
+def test_a_producer_is_refused(kv_role: Any) -> None:
+    """vLLM puts off the freeing of blocks for consumers only, and every engine of ours loads."""
+    from vllm.config import KVTransferConfig
+
+    from pdxfer.connector.settings import settings_from
+
+    transfer = KVTransferConfig(kv_connector="PdxferConnector", kv_role=kv_role, kv_connector_extra_config={})
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    if kv_role == "kv_both":
+        assert settings_from(config).role == "both"
+        return
+    with pytest.raises(ConfigError, match='use "kv_both"'):
+        settings_from(config)

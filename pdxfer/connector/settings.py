@@ -69,6 +69,11 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
     unknown = sorted(set(extra) - set(KNOWN))
     if unknown:
         raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    if not transfer.is_kv_consumer:
+        raise ConfigError(
+            f'kv_role is {transfer.kv_role}; use "kv_both" on every engine: a producer is given blocks that a step '
+            "may still write, and what is loaded into them is wrong"
+        )
     role = extra.get("role", "both")
     if role not in ("prefill", "decode", "both"):
         raise ConfigError(f"kv_connector_extra_config: role is {role!r}; use prefill, decode or both")
