@@ -167,6 +167,18 @@ def test_damaged_values_are_counted_and_told_before_the_load_is_over(rank: Rank)
     assert loaded.num_valid == 2 and keys[1] not in rank.held and rank.num_corrupt == 1
 
 
+def test_counts_of_two_threads_never_go_back(rank: Rank) -> None:
+    """The heartbeat's thread may look before the store's and tell after it: nothing is taken back, nor told twice."""
+    told = []
+    for stored in (0, 5, 3, 5, 6):
+        rank.side._count({"corrupt_chunks": 0, "stored_values": stored})
+    while not rank.facts.empty():
+        fact = rank.facts.get()
+        if isinstance(fact, StoreCounts):
+            told.append(fact.counts["stored_values"])
+    assert told == [5, 1]
+
+
 def test_a_device_is_waited_for_off_the_compute_thread(rank: Rank) -> None:
     """Nothing is read from the blocks before `ready` has returned."""
     stream, prompt = threading.Event(), PROMPT[: 2 * BLOCK]

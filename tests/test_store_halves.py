@@ -442,6 +442,19 @@ def test_a_save_names_the_tenant_of_its_request(params: Any, tenant: str) -> Non
     assert [plan.tenant for plan in engine.step(request, 0, 32, [1, 2])] == [tenant]
 
 
+@pytest.mark.parametrize("policy", ["computed", "none"])
+def test_no_count_goes_back(policy: str) -> None:
+    """A whole chunk of which vLLM says at the end that its last token is not final: of a request that samples nothing,
+    or that ends as it is preempted. Prometheus takes no negative increase, and vLLM's API server ends with it."""
+    engine = Engine(save=policy)
+    for request, computed in ((prompt(64), 64), (prompt(64, "p", first=1000), 0)):
+        engine.store.on_new_request(request)  # type: ignore[arg-type]
+        engine.step(request, 0, 64, [1, 2, 3, 4])
+        request.num_computed_tokens = computed
+        engine.store.request_over(request, [1, 2, 3, 4] if computed else [])  # type: ignore[arg-type]
+    assert all(value >= 0 for value in engine.store.take_counters().values())
+
+
 def test_salt_is_part_of_every_key() -> None:
     engine = Engine()
     plain, salted = prompt(64), Request("s", list(range(64)), cache_salt="tenant")

@@ -229,7 +229,8 @@ class Saves:
             self._late += self._full(saving, over=True)
             if saving.num_final > saving.tail_end:
                 self._late += self._tail(saving, saving.num_final, over=True)
-            self._count("dropped_saves", saving.num_final // self._chunk_tokens - saving.num_offered)
+            # More were offered than are final now where the last token stays out, or was preempted as it ended.
+            self._count("dropped_saves", max(0, saving.num_final // self._chunk_tokens - saving.num_offered))
         mine = set(table)
         for pending in self._pending.values():
             pending.over = pending.over or not mine.isdisjoint(pending.held)

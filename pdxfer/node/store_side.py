@@ -146,9 +146,10 @@ class StoreSide:
         ]
 
     def _count(self, totals: dict[str, int]) -> None:
+        """Two threads report, and the one that looked first may come second: a counter never goes back."""
         with self._counting:
-            more = {name: float(total - self._counted.get(name, 0)) for name, total in totals.items()}
-            self._counted = totals
+            more = {name: float(max(0, total - self._counted.get(name, 0))) for name, total in totals.items()}
+            self._counted = {name: max(total, self._counted.get(name, 0)) for name, total in totals.items()}
         if any(more.values()):
             self._report(StoreCounts(rank=self._rank, counts=more))
 
