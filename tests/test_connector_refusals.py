@@ -1,4 +1,5 @@
-"""What vLLM can be told to do with KV that we would move wrongly: refused at the engine's start, with what to do."""
+"""What vLLM can be told to do with KV that we would move wrongly: refused at the engine's start, with what to do; and
+what an engine of a plain vLLM server is called."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,17 +58,36 @@ def test_the_rest_is_not(parallel: dict[str, Any]) -> None:
     refuse(**parallel)
 
 
-@pytest.mark.parametrize("kv_role", ["kv_producer", "kv_both"])
-def test_a_producer_is_refused(kv_role: Any) -> None:
-    """vLLM puts off the freeing of blocks for consumers only, and every engine of ours loads."""
+def settings_of(run_id: str, kv_role: Any = "kv_both", **extra: Any) -> Any:
     from vllm.config import KVTransferConfig
 
     from pdxfer.connector.settings import settings_from
 
-    transfer = KVTransferConfig(kv_connector="PdxferConnector", kv_role=kv_role, kv_connector_extra_config={})
+    transfer = KVTransferConfig(
+        kv_connector="PdxferConnector", engine_id=run_id, kv_role=kv_role, kv_connector_extra_config=extra
+    )
     config: Any = SimpleNamespace(kv_transfer_config=transfer)
-    if kv_role == "kv_both":
-        assert settings_from(config).role == "both"
-        return
+    return settings_from(config)
+
+
+def test_a_producer_is_refused() -> None:
+    """vLLM puts off the freeing of blocks for consumers only, and every engine of ours loads."""
     with pytest.raises(ConfigError, match='use "kv_both"'):
-        settings_from(config)
+        settings_of("run", "kv_producer")
+
+
+@pytest.mark.parametrize(
+    ("url", "engine_id"),
+    [
+        ("http://10.0.0.2:8200", "decode-10.0.0.2-8200"),
+        ("http://user:secret@b.example:8200/", "decode-b.example-8200"),
+        ("http://[fe80::1]:8200", "decode-fe80-1-8200"),
+    ],
+)
+def test_an_engine_without_a_name_keeps_its_own_over_a_restart(url: str, engine_id: str) -> None:
+    """Its tiers' directories are named by it: with another name they would be empty, and the old ones stay for ever."""
+    ids = {settings_of(run_id, role="decode", router="tcp://r:5570", url=url).engine_id for run_id in ("one", "two")}
+    assert ids == {engine_id}
+    long = settings_of("one", role="decode", url=f"http://{'a.' * 60}b:8200").engine_id
+    assert len(long) <= 64 and long.endswith("b-8200")
+    assert settings_of("one", role="both").engine_id == "both-one"

@@ -1,8 +1,10 @@
 """What the connector needs, from vLLM's kv_connector_extra_config and the pdxfer config it names."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -78,7 +80,7 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
     if role not in ("prefill", "decode", "both"):
         raise ConfigError(f"kv_connector_extra_config: role is {role!r}; use prefill, decode or both")
     run_id = str(transfer.engine_id)
-    engine_id = str(extra.get("engine_id") or f"{role}-{run_id[:8]}")
+    engine_id = str(extra.get("engine_id") or _engine_id(role, str(extra.get("url", "")), run_id))
     if not is_engine_id(engine_id):
         raise ConfigError(f"engine_id {engine_id!r}: use letters, digits, '.', '_' and '-', at most 64")
     ours = _load(extra)
@@ -107,6 +109,12 @@ def settings_from(config: VllmConfig) -> ConnectorSettings:
         codec=ours.codec,
         otlp_endpoint=ours.metrics.otlp_endpoint,
     )
+
+
+def _engine_id(role: str, url: str, run_id: str) -> str:
+    """The same after a restart where a URL says which engine it is: directories of its tiers are named by it."""
+    place = re.sub(r"[^A-Za-z0-9.]+", "-", urlsplit(url).netloc.rpartition("@")[2])
+    return f"{role}-{place.strip('-.')[-50:]}" if place else f"{role}-{run_id[:8]}"
 
 
 def _load(extra: dict[str, Any]) -> Config:
