@@ -111,6 +111,15 @@ def test_with_a_token_only_health_and_ready_are_open(router: RouterServer) -> No
     assert api.get("/docs", headers=TOKEN).status_code == 200
 
 
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_body_that_is_too_large_is_413_however_it_comes(router: RouterServer, is_declared: bool) -> None:
+    api = TestClient(make_app(router, ControllerSettings()))
+    parts = [b'{"text": "', *[b"x" * (1 << 20)] * 17, b'"}']
+    answer = api.post("/v1/cache/lookup", content=b"".join(parts) if is_declared else iter(parts))
+    assert answer.status_code == 413 and "16 MiB" in answer.text
+    assert api.get("/v1/nodes").status_code == 200
+
+
 def test_a_public_controller_without_token_is_refused() -> None:
     """Closed by default; the token does not show in repr."""
     with pytest.raises(ConfigError, match="token_file"):

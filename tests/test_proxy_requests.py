@@ -408,6 +408,7 @@ async def test_clients_need_a_token_and_engines_get_theirs() -> None:
         ({"port": 70000}, "proxy.port is 70000"),
         ({"passthrough": ("tokenize",)}, "from its first /"),
         ({"request_timeout_s": 0}, "proxy.request_timeout_s is 0"),
+        ({"api_keys": {"secret-1": "team-a", "": "team-b"}}, "proxy.api_keys has an empty token"),
     ],
 )
 def test_wrong_settings_say_what_to_do(wrong: dict, words: str) -> None:

@@ -60,7 +60,13 @@ class LimitBody:
                 return {"type": "http.disconnect"}
             return message
 
-        await self._app(scope, bounded, send)
+        async def answer(message: Message) -> None:
+            if num_bytes <= MAX_BODY_BYTES:  # else it speaks of a body that ended too early
+                await send(message)
+
+        await self._app(scope, bounded, answer)
+        if num_bytes > MAX_BODY_BYTES:
+            await _too_large(scope, receive, send)
 
 
 async def _too_large(scope: Scope, receive: Receive, send: Send) -> None:

@@ -73,6 +73,11 @@ class ProxySettings:
         for path in self.passthrough:
             if not path.startswith("/"):
                 raise ConfigError(f"proxy.passthrough has {path!r}: write the path from its first /, as in '/tokenize'")
+        if any(not key.strip() for key in self.api_keys):
+            raise ConfigError(
+                "proxy.api_keys has an empty token: every client without one would be let in. Write one, or take the "
+                "entry out"
+            )
         for name in (self.proxy_id, *self.api_keys.values()):
             if not 0 < len(name) <= 128:
                 raise ConfigError(
