@@ -1,9 +1,9 @@
 """Who waits for whom at the router: requests of other sizes and models, engines that are not there. Pure."""
 
 import pytest
-from test_router_state import World, one_pair
+from test_router_state import PROXY, World, one_pair
 
-from pdxfer.wire.messages import Busy, FromRouter, Local, Pairing
+from pdxfer.wire.messages import Busy, FromRouter, Local, Pairing, Release
 from pdxfer.wire.version import Decoder, encode
 
 
@@ -73,3 +73,17 @@ def test_an_answer_can_be_read_whatever_the_model_was_called() -> None:
     assert isinstance(answer, Busy)
     decoder: Decoder[FromRouter] = Decoder(FromRouter)  # type: ignore[arg-type]
     assert decoder.decode(encode(answer)) == answer
+
+
+def test_a_request_that_is_given_up_keeps_nothing_free_and_gets_no_answer() -> None:
+    """Its client left while it waited: the engine kept free for it goes to others at once."""
+    world = one_pair(max_bypasses=1)
+    world.beat("d0", free_blocks=90)
+    world.ask("big", num_tokens=16 * 100 - 1)
+    for number in range(2):
+        world.ask(f"small{number}", num_tokens=16 * 20 - 1)
+    assert world.answers("small1") == []
+    world.say(PROXY, Release(transfer_id="big", reason="nobody waits for an answer any more"))
+    assert isinstance(world.answer("small1"), Pairing)
+    world.beat("d0", free_blocks=1000)
+    assert world.answers("big") == [] and world.refused("late") == 0

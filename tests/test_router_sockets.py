@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from pdxfer.router.client import MemberClient, ProxyClient
 from pdxfer.router.events import Received
 from pdxfer.router.server import RouterServer, RouterSettings
 from pdxfer.wire.keys import ClientSecurity, load_client_security, load_server_security, new_keys
-from pdxfer.wire.messages import Drain, Ended, Grant, Heartbeat, Local, Pairing, Release, Stamp, Started
+from pdxfer.wire.messages import Drain, Ended, Grant, Heartbeat, Local, Message, Pairing, Release, Stamp, Started
 from pdxfer.wire.version import MAX_MESSAGE_BYTES, PROTOCOL, encode
 
 SETTINGS = RouterSettings(bind="tcp://127.0.0.1:*", heartbeat_s=0.1, missed_heartbeats=20, forget_s=5.0)
@@ -94,9 +95,16 @@ async def _until(condition: "object") -> None:
 
 
 async def test_a_late_answer_is_released_and_the_caller_hears_of_the_deadline() -> None:
-    """A pairing that arrives after its caller gave up does not stay reserved."""
+    """A pairing that arrives after its caller gave up does not stay reserved: the router had not heard of it."""
+
+    class Quiet(ProxyClient):
+        def send(self, message: Message) -> bool:
+            return message != Release(
+                transfer_id="slow", reason="nobody waits for an answer any more"
+            ) and super().send(message)
+
     with running() as server:
-        proxy = ProxyClient(endpoint=server.endpoint, proxy_id="x", security=None, on_message=lambda _: None)
+        proxy = Quiet(endpoint=server.endpoint, proxy_id="x", security=None, on_message=lambda _: None)
         await proxy.start()
         with pytest.raises(UnreachableError, match="did not answer"):
             await _pair_when_connected(proxy)
@@ -108,6 +116,24 @@ async def test_a_late_answer_is_released_and_the_caller_hears_of_the_deadline() 
         await proxy.close()
         for engine in engines:
             await asyncio.to_thread(engine.close)
+
+
+@pytest.mark.parametrize("how", ["time is up", "the client left"])
+async def test_a_question_that_nobody_asks_any_more_leaves_the_queue(how: str) -> None:
+    """Or impatient clients fill it, and those who wait are told that it is full."""
+    with running(settings=replace(SETTINGS, no_engine_wait_s=100.0)) as server:
+        proxy = ProxyClient(endpoint=server.endpoint, proxy_id="x", security=None, on_message=lambda _: None)
+        await proxy.start()
+        await _until(lambda: proxy.connected)
+        asked = asyncio.create_task(
+            proxy.pair(make_pair("r1", deadline_s=90.0), 60.0 if how == "the client left" else 0.3)
+        )
+        await _until(lambda: server.snapshot().num_queued == 1 or asked.done())
+        if how == "the client left":
+            asked.cancel()
+        await _until(lambda: server.snapshot().num_queued == 0)
+        await asyncio.gather(asked, return_exceptions=True)
+        await proxy.close()
 
 
 async def _pair_when_connected(proxy: ProxyClient) -> None:

@@ -71,6 +71,13 @@ class Placement:
             if not self._try_place(waiting, now):
                 self._busy(waiting, now, _STOPPING)
 
+    def withdraw(self, route: bytes, request_id: str) -> bool:
+        """Nobody waits for this answer any more. False: no such request is in the queue."""
+        waiting = self.queue.get((route, request_id))
+        if waiting is not None:
+            self.queue.remove(waiting)
+        return waiting is not None
+
     def forget_proxy(self, route: bytes) -> None:
         """Nobody is there to be answered."""
         for waiting in self.queue:

@@ -1,7 +1,7 @@
 """The proxy's connection to the router, on its asyncio loop: no thread, one wake per batch of messages.
 
-A Pair is answered once; an answer that comes after its caller gave up is released here. Pairs without an answer are
-asked again when the connection returns.
+A Pair is answered once. When its caller gives up, its place in the router's queue is; an answer that comes all the
+same is released here. Pairs without an answer are asked again when the connection returns.
 """
 
 import asyncio
@@ -115,6 +115,8 @@ class ProxyClient:
             self._asked.pop(asked.request_id, None)
             if not is_taken and future.done():
                 self._give_back(future.result())
+            elif not is_taken and self.connected:
+                self.send(Release(transfer_id=asked.request_id, reason="nobody waits for an answer any more"))
         if not is_taken:
             state = "is connected but did not answer" if self.connected else "cannot be reached"
             raise UnreachableError(

@@ -168,7 +168,8 @@ class RouterState:
         elif isinstance(message, Served):
             self.out.observed("", shifted(message, self.cluster.proxy_offset(route)))
         elif isinstance(message, Release):
-            self.relay.release(route, message, self._now)
+            if not self.placement.withdraw(route, message.transfer_id):
+                self.relay.release(route, message, self._now)
             self._transfer_over()
         elif isinstance(message, LegFailed):
             self.relay.proxy_leg_failed(route, message, self._now)

@@ -51,6 +51,10 @@ class WaitingQueue:
     def __contains__(self, key: Key) -> bool:
         return key in self._by_age
 
+    def get(self, key: Key) -> Waiting | None:
+        """The request if it waits."""
+        return self._by_age.get(key)
+
     def __iter__(self) -> Iterator[Waiting]:
         return iter(list(self._by_age.values()))
 

@@ -256,6 +256,7 @@ class Release(Message, frozen=True, tag="release"):
     """P → R. The request is over for the proxy (done, client gone, or never started): end the pairing."""
 
     transfer_id: Id
+    """Or, of a Pair that has no answer yet, its request_id: nobody waits for one any more."""
     reason: Text
 
 
