@@ -1,6 +1,7 @@
 """A decode engine lost in mid-stream: another one goes on with the text, once, or the client is told cleanly."""
 
 import ast
+import asyncio
 import importlib.util
 import json
 from pathlib import Path
@@ -66,6 +67,32 @@ async def test_another_engine_finishes_a_chat() -> None:
         assert asked["continue_final_message"] and not asked["add_generation_prompt"]
         assert asked["max_tokens"] == 40 - len(tokenize(text))
         assert events[-1] == "[DONE]" and "error" not in events[-2]
+
+
+async def test_a_stream_that_is_lost_before_its_first_word_goes_on_too() -> None:
+    """Its headers were out: the first word had been waited for longer than timeline_hold_s."""
+    opened = asyncio.Event()
+
+    async def die_when_opened(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await opened.wait()
+        writer.close()
+
+    server = await asyncio.start_server(die_when_opened, "127.0.0.1", 0)
+    async with (
+        rig(settings={"timeline_hold_s": 0.01}) as r, server, FakeEngine(FakeEngineSettings(engine_id="d1")) as other
+    ):  # fmt: skip
+        await r.get("/v1/models")
+        r.pairer.decode = EngineRef(engine_id="raw", url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        r.pairer.spare = EngineRef(engine_id="d1", url=other.url)
+        async with r.http.post(r.url + "/v1/completions", json=STREAM) as response:
+            opened.set()
+            data = (await response.read()).decode()
+        assert data.count("data: ") == 41 and data.endswith("data: [DONE]\n\n") and "error" not in data
+        await r.settled()
+        assert r.count("requests_total", endpoint="completions", mode="pair", outcome="ok") == 1
+        assert r.count("replays_total") == 1
 
 
 async def test_a_second_loss_is_an_error_event() -> None:

@@ -99,7 +99,8 @@ class Relay:
             await self._break(response, error)
 
     async def _first_chunk(self) -> tuple[bytes, web.StreamResponse | None]:
-        """First body bytes (empty: there are none), and the response if it had to be opened before they came."""
+        """First body bytes (empty: there are none, or another engine's have been passed on), and the response if it had
+        to be opened before they came."""
         response = None
         read = asyncio.ensure_future(self._read())
         try:
@@ -110,7 +111,8 @@ class Relay:
         except LegError as error:
             if response is None:
                 raise
-            await self._break(response, error)
+            await self._continue(response, error)
+            chunk = b""
         finally:
             read.cancel()
         if chunk:
