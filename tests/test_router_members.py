@@ -5,7 +5,9 @@ from router_kit import FINGERPRINT
 from test_router_state import PROXY, World, one_pair, sched, worker
 
 from pdxfer.controller.board import health
+from pdxfer.core.errors import ConfigError
 from pdxfer.router.events import SetRole
+from pdxfer.router.settings import RouterSettings
 from pdxfer.wire.messages import Goodbye, Heartbeat, Local, PeerReady, Peers, Role, Stamp
 
 
@@ -82,3 +84,14 @@ def test_a_clock_that_steps_is_followed(step_s: float) -> None:
     world.say(sched("d0"), Stamp(transfer_id="t-1", stage="landed", wall=world.now + 100.0 + step_s))
     (stamp,) = world.to(PROXY, Stamp)
     assert isinstance(stamp, Stamp) and stamp.wall == pytest.approx(world.now + 1000.0, abs=0.05)
+
+
+def test_heartbeats_that_come_in_time_are_never_missed() -> None:
+    """With the smallest number that may be set; a smaller one would lose every engine twice a second."""
+    world = one_pair(missed_heartbeats=2)
+    for _ in range(10):
+        world.tick(0.5)
+        world.beat("p0", "d0")
+    assert "suspect" not in world.kinds
+    with pytest.raises(ConfigError, match="missed_heartbeats is 1: use 2 or more"):
+        RouterSettings(missed_heartbeats=1)

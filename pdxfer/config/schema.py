@@ -118,7 +118,7 @@ class RouterConfig(Section, frozen=True):
     """Life of a pairing that makes no progress."""
     heartbeat_s: Seconds = 0.5
     """Interval at which members report."""
-    missed_heartbeats: Count = 3
+    missed_heartbeats: Annotated[int, Meta(ge=2)] = 3
     """A member that missed this many gets no new work."""
     forget_s: Seconds = 60.0
     """A silent member is forgotten after this."""

@@ -60,7 +60,7 @@ class Policy(_Body):
     no_engine_wait_s: float | None = Field(default=None, gt=0, le=86400)
     max_bypasses: int | None = Field(default=None, ge=1, le=1 << 20)
     lease_s: float | None = Field(default=None, ge=1, le=86400)
-    missed_heartbeats: int | None = Field(default=None, ge=1, le=10000)
+    missed_heartbeats: int | None = Field(default=None, ge=2, le=10000)
     forget_s: float | None = Field(default=None, ge=1, le=1e7)
 
 

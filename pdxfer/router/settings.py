@@ -51,11 +51,16 @@ class RouterSettings:
 
     def __post_init__(self) -> None:
         for name in (
-            "heartbeat_s", "missed_heartbeats", "forget_s", "max_queue", "max_wait_s", "no_engine_wait_s",
+            "heartbeat_s", "forget_s", "max_queue", "max_wait_s", "no_engine_wait_s",
             "max_bypasses", "lease_s", "message_rate",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"router.{name} is {getattr(self, name)}: it must be larger than 0")
+        if self.missed_heartbeats < 2:
+            raise ConfigError(
+                f"router.missed_heartbeats is {self.missed_heartbeats}: use 2 or more; with 1 every engine is suspect "
+                "between one heartbeat and the next"
+            )
         if self.min_remote_tokens < 0:
             raise ConfigError(f"router.min_remote_tokens is {self.min_remote_tokens}: use 0 or more")
 
