@@ -5,6 +5,7 @@ Woken once a second by the board, on whatever event loop serves them.
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 
 from pdxfer.controller.board import Board
@@ -22,10 +23,11 @@ _LATEST = 20
 
 
 class Frames:
-    """The newest frame of the page, rendered once however many look."""
+    """The newest frame of the page, rendered once however many look. Thread-safe."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self._lock = threading.Lock()
         self._wall = 0.0
         self._version = 0
         self._parts: dict[str, tuple[int, object]] = {}
@@ -33,6 +35,11 @@ class Frames:
 
     def since(self, version: int) -> tuple[int, dict[str, object]]:
         """The version now, and the sections that changed after `version`."""
+        with self._lock:
+            self._render()
+            return self._version, {k: content for k, (changed, content) in self._parts.items() if changed > version}
+
+    def _render(self) -> None:
         summary = self._board.summary()
         if summary.wall != self._wall:
             self._wall = summary.wall
@@ -41,7 +48,6 @@ class Frames:
             for section, content in parts.items():
                 if section not in self._parts or self._parts[section][1] != content:
                     self._parts[section] = (self._version, content)
-        return self._version, {k: content for k, (changed, content) in self._parts.items() if changed > version}
 
 
 class Streams:
