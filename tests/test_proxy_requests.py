@@ -208,6 +208,28 @@ async def test_many_that_ask_for_the_same_model_at_once_cost_one_question(is_the
         assert len([one for one in r.pairer.asked if not one.model]) == 1
 
 
+async def test_a_question_about_models_ends_with_the_proxy() -> None:
+    """Also if its client has left."""
+    async with rig() as r:
+        asked, ended = asyncio.Event(), asyncio.Event()
+
+        async def pair(request: Pair, timeout_s: float) -> Pairing | Local | Busy:
+            asked.set()
+            try:
+                return await asyncio.Future()
+            finally:
+                ended.set()
+
+        r.pairer.pair = pair  # type: ignore[method-assign]
+        request = asyncio.create_task(r.post("/v1/completions", COMPLETION))
+        await asked.wait()
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert not ended.is_set()
+    async with asyncio.timeout(20):
+        await ended.wait()
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/v1/messages"])
 async def test_a_model_name_without_end_is_refused_at_once(path: str) -> None:
     """The router would not read the question, and the client wait for an answer until the deadline."""

@@ -110,6 +110,7 @@ class Proxy:
             task.cancel()
         await asyncio.gather(drained, forced, return_exceptions=True)
         await self._runner.cleanup()
+        self._engines.close()
         await self._pairer.close()
         await self._http.close()
         if self._tracer is not None:

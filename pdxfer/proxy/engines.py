@@ -58,6 +58,11 @@ class Engines:
     def __repr__(self) -> str:
         return f"<Engines {' '.join(self._seen)} models={sorted(self._names())}>"
 
+    def close(self) -> None:
+        """Ask nobody any more."""
+        for refresh in self._refreshes.values():
+            refresh.cancel()
+
     def resolve(self, model: str) -> str:
         """The name that engines serve for what a client asked."""
         return self._aliases.get(model, model)
