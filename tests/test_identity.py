@@ -83,6 +83,22 @@ def test_an_adapter_that_cannot_be_read_ends_no_engine(tmp_path: Path) -> None:
     assert adapter_digest("user/adapter") == "user/adapter"
 
 
+@pytest.mark.slow
+def test_an_adapter_is_looked_at_where_vllm_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name stays while its weights move: below ~, and in Hugging Face's cache, where main is another commit now."""
+    import huggingface_hub
+
+    from pdxfer.connector.requests import adapter_digest
+
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", lora_alpha=32)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert adapter_digest("~nobody-here/one") == "~nobody-here/one"
+    assert adapter_digest("~/one") == adapter_digest(str(one)) != adapter_digest(str(two))
+    for commit in (one, two):
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, commit=commit, **__: str(commit))
+        assert adapter_digest("user/adapter") == adapter_digest(str(commit))
+
+
 def test_a_prompts_digest_depends_on_tokens_and_extras_only() -> None:
     base = digest_prompt([1, 2, 3], ["salt="])
     assert base == digest_prompt([1, 2, 3], ["salt="])

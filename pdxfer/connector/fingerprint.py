@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 
 from pdxfer.connector.compat import VllmConfig, check_version
-from pdxfer.connector.identity import digest_weights
+from pdxfer.connector.identity import digest_weights, snapshot
 from pdxfer.connector.packing import cpu_isa
 from pdxfer.kv.layout import KvLayout
 
@@ -48,19 +48,9 @@ def store_identity(fingerprint: dict[str, str], rank: int, world_size: int) -> d
 def _weights(model: str, revision: str) -> str:
     directory = Path(model)
     if not directory.is_dir():
-        directory = _snapshot(model, revision)
+        directory = snapshot(model, revision)
     digest = digest_weights(directory) if directory.is_dir() else ""
     return digest or f"{model}@{revision}"
-
-
-def _snapshot(model: str, revision: str) -> Path:
-    """Where the weights of a Hugging Face name lie in its cache: a branch like main moves, and its name stays."""
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=None if revision == "None" else revision, local_files_only=True))
-    except (ImportError, ValueError, OSError):
-        return Path(model)
 
 
 def _packing(config: VllmConfig, layout: KvLayout) -> str:

@@ -67,6 +67,16 @@ def _sample(hasher: Any, path: Path, ranges: Iterable[tuple[int, int]]) -> None:
                 hasher.update(file.read(min(SAMPLE_BYTES, end - offset)))
 
 
+def snapshot(model: str, revision: str = "None") -> Path:
+    """Where the weights of a Hugging Face name lie in its cache: a branch like main moves, and its name stays."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=None if revision == "None" else revision, local_files_only=True))
+    except (ImportError, ValueError, OSError):
+        return Path(model)
+
+
 def digest_prompt(token_ids: list[int], extra: Iterable[str]) -> bytes:
     """blake3 (16 bytes) over a prompt's token ids and everything else its KV depends on (LoRA, salt, images)."""
     hasher = blake3(np.asarray(token_ids, dtype=np.int64).tobytes())

@@ -1,6 +1,7 @@
 """What we read from vLLM's requests and scheduler output: our parameters, what cannot be moved, progress."""
 
 import logging
+import os
 import secrets
 import struct
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pdxfer.connector.compat import Request, SchedulerOutput
-from pdxfer.connector.identity import digest_adapter, digest_prompt
+from pdxfer.connector.identity import digest_adapter, digest_prompt, snapshot
 from pdxfer.wire.messages import Leg, Role
 
 log = logging.getLogger(__name__)
@@ -86,13 +87,16 @@ def prompt_digest(request: Request) -> bytes:
 
 
 def adapter_digest(path: str) -> str:
-    """Digest of a LoRA adapter; its path where it is no local directory. Cached by the files' identity. One that cannot
-    be read is like no other: its KV is neither moved nor found again."""
-    directory = Path(path)
+    """Digest of a LoRA adapter, found as vLLM finds it (below ~, in Hugging Face's cache); its path where it is not on
+    this host. Cached by the files' identity. One that cannot be read is like no other: its KV is neither moved nor
+    found again."""
+    directory = Path(os.path.expanduser(path))
+    if not directory.is_dir():
+        directory = snapshot(path)
     if not directory.is_dir():
         return path
     try:
-        return _files_digest(path, _identities(directory)) or path
+        return _files_digest(str(directory), _identities(directory)) or path
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         log.warning("LoRA adapter %s cannot be read, so its KV is not shared: %s", path, error)
         return f"{path} {secrets.token_hex(16)}"
