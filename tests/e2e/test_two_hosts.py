@@ -11,6 +11,7 @@ import urllib3
 
 from pdxfer.bench.texts import Prompts
 from pdxfer.launcher.demo_model import demo_model_dir
+from tests.e2e.adapter import make_adapter
 from tests.e2e.engines import BF16_TOLERANCE, Reply, bf16_difference, post
 from tests.e2e.netns import MODEL, A, B, Host, TwoHosts, command, two_hosts
 from tests.e2e.test_right import BLOCK_BYTES, LAYERS
@@ -95,9 +96,9 @@ def make_own_pair(hosts: TwoHosts) -> Path:
 
 
 @pytest.mark.vllm
-async def test_kv_crosses_the_link_between_real_engines(hosts: TwoHosts, prompts: Prompts) -> None:
+async def test_kv_crosses_the_link_between_real_engines(hosts: TwoHosts, prompts: Prompts, tmp_path: Path) -> None:
     """Prefill by `pdxfer launch`, decode by a plain `vllm serve`: decode answers as it does alone, on KV from A.
-    In bfloat16, so within a tolerance.
+    In bfloat16, so within a tolerance. With a LoRA adapter, too.
 
     The document's channels stay as they are: `local` must find out by itself that it cannot be used. On one machine
     the boot and the pid namespace are the same on both sides, only the network tells them apart.
@@ -106,24 +107,28 @@ async def test_kv_crosses_the_link_between_real_engines(hosts: TwoHosts, prompts
     prefill, decode = command("pdxfer launch --role prefill"), command("VLLM_API_KEY=")
     start_front(hosts)
     ports = {"UCX_TCP_PORT_RANGE": "5700-5999"}
-    hosts.a.start("prefill", f"{prefill} -- {FLAGS}", VLLM_CPU_OMP_THREADS_BIND=str(cores[0]), **ports)
-    hosts.b.start("decode", f"{decode} {FLAGS}", VLLM_CPU_OMP_THREADS_BIND=str(cores[-1]), **ports)
+    flags = f"{FLAGS} --enable-lora --max-lora-rank 8 --lora-modules tuned={make_adapter(tmp_path / 'adapter')}"
+    hosts.a.start("prefill", f"{prefill} -- {flags}", VLLM_CPU_OMP_THREADS_BIND=str(cores[0]), **ports)
+    hosts.b.start("decode", f"{decode} {flags}", VLLM_CPU_OMP_THREADS_BIND=str(cores[-1]), **ports)
     await asyncio.to_thread(hosts.wait, is_ready, "pair", 180)
     assert "not local: " in hosts.a.log("prefill")
     data = {*range(5600, 5700), *range(5700, 6000)}
     assert listeners(hosts.a) - data == {5570, 5580, 8100} and listeners(hosts.b) - data == {8200}
 
-    for number, length in enumerate((200, 600, 1500)):
-        ids, before = prompts.ids(length, number), hosts.sent_bytes()
-        through = await ask(PROXY, ids, 16, cache_salt="through")
+    said = []
+    for length, model in ((200, MODEL), (600, MODEL), (600, "tuned"), (1500, MODEL)):
+        ids, before = prompts.ids(length, 8), hosts.sent_bytes()
+        through = await ask(PROXY, ids, 16, model=model, cache_salt="through")
         crossed = hosts.sent_bytes() - before
-        alone = await ask(DECODE, ids, 16, token=hosts.token, cache_salt="alone")
+        alone = await ask(DECODE, ids, 16, token=hosts.token, model=model, cache_salt="alone")
         assert through.status == alone.status == 200, (through.body, alone.body)
-        assert through.mode == "pair" and bf16_difference(through, alone) <= BF16_TOLERANCE, length
+        assert through.mode == "pair" and bf16_difference(through, alone) <= BF16_TOLERANCE, (length, model)
+        said.append(through.tokens)
         kv_bytes = -(-length // 128) * BLOCK_BYTES // 2 * LAYERS
         assert crossed >= kv_bytes, (length, crossed, kv_bytes)
         moved = await transfer(through.request_id)
         assert moved["channel"] in ("nixl", "tcp") and moved["num_bytes"] == kv_bytes
+    assert said[1] != said[2], "the adapter changes nothing"
 
 
 def listeners(host: Host) -> set[int]:

@@ -1,19 +1,17 @@
 """Pairs that are started otherwise: bfloat16, without prefix caching, with a LoRA adapter, two of each role.
 
-Only in `tests/run.sh full`: each starts engines of its own. CI runs bfloat16 in test_two_hosts.py.
+Only in `tests/run.sh full`: each starts engines of its own. CI runs bfloat16 and an adapter in test_two_hosts.py.
 """
 
 import asyncio
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pdxfer.bench.texts import Prompts
+from tests.e2e.adapter import make_adapter
 from tests.e2e.conftest import RunningPair
 from tests.e2e.engines import BF16_TOLERANCE, bf16_difference, complete, get, metric, until
 from tests.e2e.test_right import BORDERS, LONG, both
@@ -143,24 +141,3 @@ async def test_another_prefill_takes_over_a_real_transfer(four: RunningPair, pro
     assert (resume["before"], resume["prefill"], resume["epoch"]) == (f"p{victim}", f"p{1 - victim}", 2)
     assert resume["first_missing"] > 0
     print(f"from block {resume['first_missing']}: {resume['reason']}; {entry['transfer']}")
-
-
-def make_adapter(directory: Path) -> Path:
-    """A LoRA adapter of rank 4 on every layer's query and value projection; random, large enough to matter."""
-    from safetensors.numpy import save_file
-
-    from pdxfer.launcher.demo_model import demo_model_dir
-
-    model = json.loads((demo_model_dir(os.environ) / "config.json").read_text())
-    hidden, heads, kv_heads = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
-    rng, weights = np.random.default_rng(4), {}
-    for layer in range(model["num_hidden_layers"]):
-        for part, out in (("q_proj", hidden), ("v_proj", hidden * kv_heads // heads)):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
-            weights[f"{name}.lora_A.weight"] = rng.normal(0, 0.05, (4, hidden)).astype(np.float32)
-            weights[f"{name}.lora_B.weight"] = rng.normal(0, 0.05, (out, 4)).astype(np.float32)
-    directory.mkdir()
-    save_file(weights, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
