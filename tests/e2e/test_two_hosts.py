@@ -118,9 +118,9 @@ async def test_kv_crosses_the_link_between_real_engines(hosts: TwoHosts, prompts
     said = []
     for length, model in ((200, MODEL), (600, MODEL), (600, "tuned"), (1500, MODEL)):
         ids, before = prompts.ids(length, 8), hosts.sent_bytes()
-        through = await ask(PROXY, ids, 16, model=model, cache_salt="through")
+        through = await ask(PROXY, ids, 16, model=model, cache_salt=f"through-{length}")
         crossed = hosts.sent_bytes() - before
-        alone = await ask(DECODE, ids, 16, token=hosts.token, model=model, cache_salt="alone")
+        alone = await ask(DECODE, ids, 16, token=hosts.token, model=model, cache_salt=f"alone-{length}")
         assert through.status == alone.status == 200, (through.body, alone.body)
         assert through.mode == "pair" and bf16_difference(through, alone) <= BF16_TOLERANCE, (length, model)
         said.append(through.tokens)
