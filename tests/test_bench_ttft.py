@@ -561,20 +561,37 @@ def test_a_whole_run_with_engines_that_compute_nothing(
     assert "all processes have left" in (tmp_path / "logs" / "pdxfer-pdxfer.log").read_text()
 
 
-def test_an_arm_that_fails_leaves_the_figures_of_those_before_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("failing", "others"), [("one", []), ("nixl-pull", ["pdxfer"]), ("pdxfer", ["nixl-pull"])])
+def test_an_arm_that_fails_costs_no_figures_of_others(
+    failing: str,
+    others: list[str],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def measure(name: str, *_: object) -> Measured:
-        if name == "one":
-            return Measured(answers={1000: [answer(0.1)]})
-        raise BenchError("nixl-pull: an engine died")
+    """What came before it is printed; after a peer that fails the run goes on, and says which did not finish."""
+
+    async def measure(name: str, options: object, prompts: object, plan: object, measured: Measured) -> None:
+        if name == failing:
+            raise BenchError(f"{name}: an engine died")
+        measured.answers[1000] = [answer(0.1)]
 
     monkeypatch.setattr(ttft, "_measure", measure)
-    argv = ["--arms", "one,nixl-pull", "--lens", "1000", "--model", str(model), "--out", str(tmp_path), "--json"]
-    with pytest.raises(BenchError, match="an engine died"):
-        ttft.main(argv)
-    printed = json.loads(capsys.readouterr().out)
-    assert [row["arm"] for row in printed["results"]] == ["one"]
+    argv = ["--arms", "one,nixl-pull,pdxfer", "--lens", "1000", "--quick", "--model", str(model)]
+    argv += ["--out", str(tmp_path), "--json"]
+    if failing == "nixl-pull":
+        assert ttft.main(argv) == 0
+    else:
+        with pytest.raises(BenchError, match="an engine died"):
+            ttft.main(argv)
+    said = capsys.readouterr().out
+    if failing == "one":
+        assert not said
+        return
+    printed = json.loads(said)
+    assert [row["arm"] for row in printed["results"]] == ["one", *others]
+    assert printed["summary"].get("did_not_finish") == ("nixl-pull" if failing == "nixl-pull" else None)
     assert printed == json.loads((tmp_path / "ttft.json").read_text())
 
 

@@ -180,6 +180,16 @@ async def test_an_adapter_is_asked_for_by_its_model_and_not_of_engines_that_lack
         assert (r.pairer.asked[-1].model, r.pairer.asked[-1].avoid) == (MODEL, [])
 
 
+async def test_an_adapter_that_was_loaded_since_is_found_without_the_router() -> None:
+    """The router knows no adapters: it would let the question wait for an engine that serves one."""
+    async with rig() as r:
+        assert (await r.post("/v1/completions", COMPLETION))[0] == 200
+        for engine in (r.prefill, r.decode):
+            engine.settings.adapters["new"] = "/adapters/new"
+        assert (await r.post("/v1/completions", COMPLETION | {"model": "new"}))[0] == 200
+        assert {pair.model for pair in r.pairer.asked} == {MODEL}
+
+
 async def test_an_unknown_model_is_404_also_as_the_first_request() -> None:
     """The router has no engine for that name, and the proxy has met none yet: it asks for any before it judges."""
     async with rig() as r:

@@ -34,7 +34,11 @@ def publish(report: Report, options: Options, arms: Mapping[str, Measured]) -> N
 
 
 def draw(axes: Any, options: Options, arms: Mapping[str, Measured]) -> None:
-    """Bars of the median TTFT in seconds, a group for each length, whiskers from the fastest to the slowest."""
+    """Bars of the median TTFT in seconds, a group for each length, whiskers from the fastest to the slowest. Of arms
+    that finished."""
+    arms = {name: measured for name, measured in arms.items() if measured.answers.keys() >= set(options.lens)}
+    if not arms:
+        return
     width = 0.8 / len(arms)
     for place, (name, measured) in enumerate(arms.items()):
         samples = [[answer.ttft_s for answer in measured.answers[length]] for length in options.lens]

@@ -126,7 +126,7 @@ class Engines:
         )
 
     async def _refresh(self, model: str) -> None:
-        """Fetch all known engines' lists, after asking the router for one that serves `model`."""
+        """Fetch all known engines' lists, and ask the router for an engine that serves `model` if they lack it."""
         if not model and self._clock.now() < self._fetched + self._ttl_s:
             return
         refresh = self._refreshes.get(model)
@@ -136,9 +136,17 @@ class Engines:
         await asyncio.shield(refresh)
 
     async def _look_up(self, model: str) -> None:
+        """The router does not know adapters and would make us wait for one: first those look who are known."""
+        if model and self._seen:
+            await self._fetch_all()
+            if model in self._names():
+                return
         await self._meet(model)
         if model and not self._seen:
             await self._meet("")
+        await self._fetch_all()
+
+    async def _fetch_all(self) -> None:
         num_begun = self._num_fetches
         async with self._lock:
             if self._num_fetches > num_begun:
