@@ -18,6 +18,8 @@ ME = PeerId(engine_id="p0", incarnation=1, rank=0)
 
 
 class StubChannel:
+    generation = 0
+
     def __init__(self, kind: str, peer: PeerId, address: bytes) -> None:
         self.kind, self.peer, self.address, self.dead, self.closed = kind, peer, address, "", False
 
@@ -125,11 +127,21 @@ def test_a_reported_failure_closes_the_channel_and_tries_the_same_kind_first(rig
     rig.pool.update([node()], b"s")
     until(lambda: rig.kind() == "local", "the first channel")
     broken = rig.local.channels[0]
-    rig.pool.report_failure(broken.peer, "local", "reset")
+    rig.pool.report_failure(broken, "reset")
     assert broken.closed
-    until(lambda: len(rig.local.channels) == 2, "a new channel of the same kind")
-    rig.pool.report_failure(broken.peer, "local", "reset again")
+    until(lambda: rig.kind() == "local", "a new channel of the same kind")
+    rig.pool.report_failure(rig.local.channels[1], "reset again")
     until(lambda: rig.kind() == "nixl", "the fall-back after the second failure in a row")
+
+
+def test_a_late_report_of_a_channel_that_was_replaced_hurts_not_its_successor(rig: Rig) -> None:
+    """The pool has noticed the death first; a prompt that began on the old channel finds out when it is computed."""
+    rig.pool.update([node()], b"s")
+    until(lambda: rig.kind() == "local", "the first channel")
+    rig.local.channels[0].dead = "fenced there"
+    until(lambda: rig.kind() == "local", "its successor")
+    rig.pool.report_failure(rig.local.channels[0], "the connection was closed")
+    assert rig.pool.channel("d0") is rig.local.channels[1] and not rig.local.channels[1].closed
 
 
 def test_a_quiet_death_is_noticed_without_a_sender(rig: Rig) -> None:

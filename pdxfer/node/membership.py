@@ -150,7 +150,7 @@ class Membership:
         """This channel is dead or useless: another one is opened."""
         pool = self._pool
         if pool is not None:
-            pool.report_failure(channel.peer, channel.kind, reason)
+            pool.report_failure(channel, reason)
 
     def _on_ready(self, peer: PeerId, kind: str, reason: str) -> None:
         self.send(PeerReady(engine_id=peer.engine_id, incarnation=peer.incarnation, kind=kind, reason=reason[:1000]))

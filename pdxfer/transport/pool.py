@@ -117,15 +117,16 @@ class ChannelPool:
                 return None
             return peer.channel
 
-    def report_failure(self, peer: PeerId, kind: str, reason: str) -> None:
-        """The sender found that channel dead or useless: close it and find another."""
+    def report_failure(self, channel: Channel, reason: str) -> None:
+        """The sender found that channel dead or useless: close it and find another. The one that has replaced it
+        already stays."""
         with self._changed:
-            known = self._peers.get(peer.engine_id)
-            if known is None or known.id != peer or known.channel is None or known.channel.kind != kind:
+            known = self._peers.get(channel.peer.engine_id)
+            if known is None or known.channel is not channel:
                 return
-            channel = self._drop(known, reason)
+            self._drop(known, channel, reason)
         channel.close()
-        self._report(known, "", f"{kind}: {reason}")
+        self._report(known, "", f"{channel.kind}: {reason}")
 
     def close(self) -> None:
         """Close every channel; idempotent."""
@@ -164,7 +165,7 @@ class ChannelPool:
                 if self._stop:
                     return
                 now = self._clock.now()
-                dead = [p for p in self._peers.values() if p.channel is not None and p.channel.dead]
+                dead = [p.channel for p in self._peers.values() if p.channel is not None and p.channel.dead]
                 due = [p for p in self._peers.values() if not p.connecting and self._candidates(p, now)]
                 late = [channel for at, channel in self._retired if at <= now]
                 self._retired = [(at, channel) for at, channel in self._retired if at > now]
@@ -175,9 +176,8 @@ class ChannelPool:
                     peer.connecting = True
             for channel in late:
                 channel.close()
-            for peer in dead:
-                if peer.channel is not None:
-                    self.report_failure(peer.id, peer.channel.kind, peer.channel.dead)
+            for channel in dead:
+                self.report_failure(channel, channel.dead)
             for peer in due:
                 self._workers.submit(self._attempt, peer)
 
@@ -271,16 +271,13 @@ class ChannelPool:
         parts = better or ["first choice"]
         return "; ".join([*parts, f"also there: {', '.join(worse)}"] if worse else parts)
 
-    def _drop(self, peer: _Peer, reason: str) -> Channel:
-        """Take the channel out of use (lock held)."""
-        channel = peer.channel
-        assert channel is not None
+    def _drop(self, peer: _Peer, channel: Channel, reason: str) -> None:
+        """Take its channel out of use (lock held)."""
         peer.channel = None
         now = self._clock.now()
         peer.breakers[channel.kind].broke(now, now - peer.opened_at, reason)
         peer.notes[channel.kind] = reason
         self._changed.notify_all()
-        return channel
 
     def _report(self, peer: _Peer, kind: str, reason: str) -> None:
         """Log and tell the node, once a change."""
