@@ -173,6 +173,20 @@ def test_a_new_life_of_a_peer_gets_a_new_channel_and_a_lost_peer_none(rig: Rig) 
     assert rig.local.channels[1].closed and rig.kind() == ""
 
 
+@pytest.mark.parametrize("after", [[], [node(incarnation=2)]])
+def test_a_channel_that_was_replaced_is_closed_with_its_peer(rig: Rig, after: list[PeerNode]) -> None:
+    """Before its sender settles what it was sending over it: a write that is still posted would read blocks that belong
+    to somebody else by then."""
+    rig.local.broken = True
+    rig.pool.update([node(), node("d1")], b"s")
+    until(lambda: rig.kind() == rig.kind("d1") == "nixl", "the fall-back")
+    rig.local.broken = False
+    until(lambda: rig.kind() == rig.kind("d1") == "local", "the upgrade")
+    replaced = {channel.peer.engine_id: channel for channel in rig.nixl.channels}
+    rig.pool.update([*after, node("d1")], b"s")
+    assert replaced["d0"].closed and not replaced["d1"].closed
+
+
 @pytest.mark.parametrize("rig", [FakeClock()], indirect=True)
 def test_a_changed_address_gives_a_paused_kind_a_fresh_start(rig: Rig) -> None:
     """The clock stands still, so the pause would never end by itself."""

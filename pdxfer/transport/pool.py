@@ -96,6 +96,10 @@ class ChannelPool:
                     del self._peers[engine_id]
                     if peer.channel is not None:
                         gone.append(peer.channel)
+            # Nor may a sender go on over what was replaced: its transfers to that peer are about to be settled.
+            stay = {peer.id for peer in self._peers.values()}
+            gone += [channel for _, channel in self._retired if channel.peer not in stay]
+            self._retired = [(at, channel) for at, channel in self._retired if channel.peer in stay]
             for engine_id, node in wanted.items():
                 self._take(engine_id, node)
             self._changed.notify_all()
