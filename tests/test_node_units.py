@@ -13,9 +13,11 @@ from pdxfer.kv.layout import KvLayout
 from pdxfer.memory.region import Region
 from pdxfer.node.jobs import Report
 from pdxfer.node.lane import Lane
+from pdxfer.node.membership import Membership
 from pdxfer.node.plan import Area, SendPlan
 from pdxfer.node.receiver import Receiver
 from pdxfer.node.sender import Sender
+from pdxfer.node.settings import NodeSettings
 from pdxfer.transport.base import Control, Drained, OutgoingUnit, PeerId, UnitHeader, UnitResult
 from pdxfer.wire.halves import (
     Expect,
@@ -24,7 +26,7 @@ from pdxfer.wire.halves import (
     Landed,
     ToScheduler,
 )
-from pdxfer.wire.messages import Grant
+from pdxfer.wire.messages import Grant, PeerNode, Peers
 
 LAYERS, BLOCK_BYTES, BLOCKS = 3, 64, 32
 P0 = PeerId(engine_id="p0", incarnation=1, rank=0)
@@ -436,12 +438,14 @@ class OneConnection:
     def attend(self, active: bool) -> None: ...
 
 
-def receiver_with(endpoints: list[OneConnection], facts: list[ToScheduler]) -> Receiver:
+def receiver_with(
+    endpoints: Sequence[OneConnection], facts: list[ToScheduler], peers: Callable[[], Sequence[PeerId]] = lambda: [P0]
+) -> Receiver:
     def report(fact: ToScheduler) -> None:
         if not isinstance(fact, Generation):
             facts.append(fact)
 
-    receiver = Receiver(0, Kv(3).region, report, SYSTEM_CLOCK, 0.01, lambda: [P0])
+    receiver = Receiver(0, Kv(3).region, report, SYSTEM_CLOCK, 0.01, peers)
     receiver.start(endpoints)  # type: ignore[arg-type]
     receiver.expect(Expect(transfer_id="t", epoch=1, prefill_id="p0", first_block=0, block_ids=TARGET))
     return receiver
@@ -471,5 +475,73 @@ def test_a_peer_that_pushes_is_fenced_unless_it_drains() -> None:
                 break
             threading.Event().wait(0.01)
         assert isinstance(facts[0], Fenced) and nixl.fenced == [P0]
+    finally:
+        receiver.close()
+
+
+class OtherPeers(OneConnection):
+    """Told of other peers while a grant is out: it is taken back before the connections of the old ones are cut."""
+
+    def __init__(self) -> None:
+        super().__init__("nixl", [P0])
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def admit(self, peers: Sequence[PeerId], secret: bytes) -> None:
+        self.meanwhile()
+        self.peers = list(peers)
+
+
+@pytest.mark.parametrize("after", [[], [2]])
+def test_who_is_no_peer_any_more_is_fenced_until_it_is_cut_off(after: list[int]) -> None:
+    """Gone, or restarted: the router tells the scheduler half, which takes the grant back, and the worker at once."""
+    facts: list[ToScheduler] = []
+    nixl = OtherPeers()
+    settings = NodeSettings(engine_id="d0", rank=0, halves_path="", router="")
+    members = Membership(settings, Kv(4).region, {"nixl": lambda *_: nixl}, SYSTEM_CLOCK)  # type: ignore[dict-item, return-value]
+    members.open(PeerId(engine_id="d0", incarnation=1, rank=0), lambda kind: None)  # type: ignore[arg-type, return-value]
+    members.meet(peers_named(1))
+    receiver = receiver_with([nixl], facts, members.peers)
+
+    def taken_back() -> None:
+        receiver.revoke("t", 1, "prefill leg failed: engine lost")
+        wait_until(lambda: facts)
+
+    nixl.meanwhile = taken_back
+    try:
+        members.meet(peers_named(*after))
+        assert isinstance(facts[0], Fenced) and P0 in nixl.fenced
+        assert [peer.incarnation for peer in members.peers()] == after
+    finally:
+        receiver.close()
+
+
+def peers_named(*incarnations: int) -> Peers:
+    nodes = [
+        PeerNode(engine_id="p0", incarnation=n, rank=0, role="prefill", addresses=[], generation=0)
+        for n in incarnations
+    ]
+    return Peers(nodes=nodes, secret=b"s")
+
+
+def test_a_copy_of_a_peer_that_restarted_is_waited_for() -> None:
+    """Its connection was cut, but the thread that receives from it may not have left its last copy."""
+
+    class Tcp(OneConnection):
+        writes_here = True
+
+    facts: list[ToScheduler] = []
+    peers = [P0]
+    tcp = Tcp("tcp", [P0])
+    receiver = receiver_with([tcp], facts, lambda: peers)
+    try:
+        header = UnitHeader(
+            transfer_id="t", epoch=1, first_block=0, num_blocks=2, first_layer=0, num_layers=1,
+            num_bytes=2 * BLOCK_BYTES, digest=0,
+        )  # fmt: skip
+        assert receiver.claim(P0, header, "tcp") is not None
+        peers[:] = [PeerId(engine_id="p0", incarnation=2, rank=0)]
+        receiver.revoke("t", 1, "prefill leg failed")
+        wait_until(lambda: facts)
+        assert isinstance(facts[0], Fenced) and P0 in tcp.fenced
     finally:
         receiver.close()

@@ -20,7 +20,6 @@ from pdxfer.wire.messages import (
     FromRouter,
     Heartbeat,
     Message,
-    PeerNode,
     PeerReady,
     Peers,
     StoreAddress,
@@ -41,7 +40,7 @@ class Membership:
         self._endpoints: list[Endpoint] = []
         self._pool: ChannelPool | None = None
         self._router: MemberClient | None = None
-        self._peers: list[PeerNode] = []
+        self._peers: list[PeerId] = []
         self._generations: tuple[int, ...] = ()
 
     # ---- the node's start and end ----------------------------------------------------------------------------------
@@ -125,12 +124,16 @@ class Membership:
             router.send(message)
 
     def meet(self, peers: Peers) -> None:
-        """All there are now: who may connect, and to whom channels are opened."""
+        """All there are now: who may connect, and to whom channels are opened. Who is named no more stays known until
+        it is cut off: it may write till then."""
+        ids = [PeerId(engine_id=n.engine_id, incarnation=n.incarnation, rank=n.rank) for n in peers.nodes]
         with self._lock:
-            self._peers = list(peers.nodes)
+            self._peers = list(dict.fromkeys([*self._peers, *ids]))
             pool = self._pool
         for endpoint in self._endpoints:
-            endpoint.admit(self.peers(), peers.secret)
+            endpoint.admit(ids, peers.secret)
+        with self._lock:
+            self._peers = ids
         if pool is not None:
             pool.update(list(peers.nodes), peers.secret)
             pool.announce()
@@ -138,8 +141,7 @@ class Membership:
     def peers(self) -> Sequence[PeerId]:
         """The other nodes, as the router last named them."""
         with self._lock:
-            nodes = self._peers
-        return [PeerId(engine_id=n.engine_id, incarnation=n.incarnation, rank=n.rank) for n in nodes]
+            return self._peers
 
     def channel(self, engine_id: str) -> Channel | None:
         """The best open channel to that engine now."""

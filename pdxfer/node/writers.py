@@ -49,9 +49,12 @@ class Writers:
 
     def fence(self, incoming: Incoming) -> None:
         """After it returns nothing of this grant can land; see Endpoint.fence."""
-        for peer in self.of(incoming.expect):
-            for endpoint in self._endpoints:
-                if endpoint.writes_here or incoming.pushed or not incoming.told:
+        peers = self.of(incoming.expect)
+        # Who is no peer any more has been cut off, but where the last hop is ours a copy may still be under way.
+        holders = dict.fromkeys([*peers, *([incoming.peer] if incoming.peer is not None else [])])
+        for endpoint in self._endpoints:
+            if endpoint.writes_here or incoming.pushed or not incoming.told:
+                for peer in holders if endpoint.writes_here else peers:
                     endpoint.fence(peer)
 
     def attend(self, is_active: Callable[[], bool]) -> None:
