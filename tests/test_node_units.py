@@ -545,3 +545,29 @@ def test_a_copy_of_a_peer_that_restarted_is_waited_for() -> None:
         assert isinstance(facts[0], Fenced) and P0 in tcp.fenced
     finally:
         receiver.close()
+
+
+def test_a_grant_that_is_cancelled_while_the_lane_writes_leaves_nothing_in_it(pair: Pair) -> None:
+    """Its goodbye has left before the lane looks at the grant."""
+    writing, go_on = threading.Event(), threading.Event()
+    write = pair.channel.write
+
+    def slow(unit: OutgoingUnit) -> None:
+        writing.set()
+        assert go_on.wait(10.0)
+        write(unit)
+
+    pair.channel.write = slow  # type: ignore[method-assign]
+    pair.expect(TARGET)
+    pair.grant(TARGET)
+    run_step(pair, (plan(0, SOURCE),))
+    assert writing.wait(10.0)
+    pair.grant(TARGET, transfer_id="cancelled")
+    pair.sender.forget("cancelled", "the client left")
+    wait_until(lambda: pair.sender._lanes["d0"]._dropping)
+    go_on.set()
+    pair.wait(lambda: len(pair.settled) == 2)
+    wait_until(lambda: any(told.transfer_id == "t" for told in pair.channel.told))  # type: ignore[union-attr]
+    lane = pair.sender._lanes["d0"]
+    wait_until(lambda: not lane._has_work())
+    wait_until(lambda: not lane._channels)

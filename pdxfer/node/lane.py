@@ -245,6 +245,8 @@ class Lane:
             busy = {key[:2] for key in self._jobs} | self._in_flight.keys()
             due = [c for c in self._controls if (c.transfer_id, c.epoch) not in busy]
             self._controls = [c for c in self._controls if (c.transfer_id, c.epoch) in busy]
+            over = {(c.transfer_id, c.epoch) for c in due}
+            self._granted = [key for key in self._granted if key not in over]
         for control in due:
             key = (control.transfer_id, control.epoch)
             self._guard(key, lambda key=key, control=control: self._channel(key).tell(control))  # type: ignore[misc]
