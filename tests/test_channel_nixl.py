@@ -1,6 +1,7 @@
 """The nixl channel: the suite over UCX's TCP (both agents in one process), groups, seals, what UCX is told."""
 
 import hashlib
+import threading
 
 import msgspec
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pdxfer.core.errors import ProtocolError
 from pdxfer.testing.channel_suite import SECRET, ChannelSuite, Side, make_unit, until
 from pdxfer.transport import nixl_notes
-from pdxfer.transport.base import EndpointFactory
+from pdxfer.transport.base import EndpointFactory, PeerId
 from pdxfer.transport.nixl_notes import NoteType
 
 pytest.importorskip("nixl_cu12", reason="the nixl wheel is not installed")
@@ -46,6 +47,22 @@ class TestNixlChannel(ChannelSuite):
         self.channel._agent.destroy()
         until(lambda: self.prefill.me in self.decode.sink.losses, "the loss to be reported")
         assert self.decode.endpoint.generation == 1
+
+    def test_a_bug_of_the_sink_does_not_end_the_thread_that_looks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Found in a ping: without that thread nothing that comes would ever be heard of."""
+        lost, heard = self.decode.sink.lost, threading.Event()
+
+        def buggy(peer: PeerId, reason: str) -> None:
+            lost(peer, reason)
+            heard.set()
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(self.decode.sink, "lost", buggy)
+        self.channel._agent.destroy()
+        assert heard.wait(10.0)
+        again = self.prefill.endpoint.connect(self.decode.me, self.decode.endpoint.address(), 10.0)
+        again.probe(10.0)
+        again.close()
 
     def test_notes_of_strangers_are_dropped_and_counted(self) -> None:
         """Knowing our metadata lets an agent notify us; it gets nowhere."""

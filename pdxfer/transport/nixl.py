@@ -10,7 +10,7 @@ or answers are due, and rarely (40 ms) otherwise. NIXL's own thread moves TCP by
 import hashlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -237,19 +237,25 @@ class NixlEndpoint:
     def _look(self, channels: list[NixlChannel], sweep: bool) -> bool:
         """Groups without a session can only get a hello; they are looked at in sweeps."""
         came = False
-        try:
-            for target in self._targets:
-                if sweep or target.sessions():
-                    came = target.poll() or came
-            for channel in channels:
-                came = channel.look() or came
-        except Exception:  # a bug of the sink must not end the only thread that looks
-            log.exception("nixl: an arrival failed: please report this")
+        for target in self._targets:
+            if sweep or target.sessions():
+                came = _safely(target.poll) or came
+        for channel in channels:
+            came = _safely(channel.look) or came
         return came
 
     def _ping(self, channels: list[NixlChannel]) -> None:
         for target in self._targets:
             if self._active:
-                target.ping()
+                _safely(target.ping)
         for channel in channels:
-            channel.ping()
+            _safely(channel.ping)
+
+
+def _safely(act: Callable[[], object]) -> bool:
+    """A bug of the sink must not end the only thread that looks, nor keep it from the others."""
+    try:
+        return bool(act())
+    except Exception:
+        log.exception("nixl: an arrival failed: please report this")
+        return False
