@@ -2,11 +2,12 @@
 
 import hashlib
 import threading
+from contextlib import suppress
 
 import msgspec
 import pytest
 
-from pdxfer.core.errors import ProtocolError
+from pdxfer.core.errors import ChannelError, ProtocolError
 from pdxfer.testing.channel_suite import SECRET, ChannelSuite, Side, make_unit, until
 from pdxfer.transport import nixl_notes
 from pdxfer.transport.base import EndpointFactory, PeerId
@@ -63,6 +64,25 @@ class TestNixlChannel(ChannelSuite):
         again = self.prefill.endpoint.connect(self.decode.me, self.decode.endpoint.address(), 10.0)
         again.probe(10.0)
         again.close()
+
+    def test_a_channel_closed_while_a_write_is_posted_does_not_say_that_it_owes_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As the pool does with one that was replaced; after a goodbye the receiver would not fence."""
+        write = self.channel._agent.write
+        closer = threading.Thread(target=self.channel.close)
+
+        def slow(*arguments: object) -> object:
+            closer.start()
+            closer.join(0.2)  # it may get as far as it can
+            return write(*arguments)
+
+        monkeypatch.setattr(self.channel._agent, "write", slow)
+        with suppress(ChannelError):
+            self.channel.write(make_unit(self.prefill, [1], [1]))
+        closer.join(10.0)
+        until(lambda: self.prefill.me in self.decode.sink.losses, "the loss to be reported")
+        assert self.decode.endpoint.generation == 1, "it was not fenced"
 
     def test_notes_of_strangers_are_dropped_and_counted(self) -> None:
         """Knowing our metadata lets an agent notify us; it gets nowhere."""

@@ -57,6 +57,8 @@ class NixlChannel:
         self._num_probed = 0
         self._num_sent_bytes = 0
         self._changed = threading.Condition()
+        self._posting = threading.Lock()
+        """Held while a write is posted, and while `close` says goodbye: after that none may be."""
         self._rest = threading.Event()
         """Never set: waiting for it is a short sleep."""
         self._agent = Agent(f"{me.engine_id}-w{me.rank}-out", self._mine, receives=False)
@@ -119,13 +121,15 @@ class NixlChannel:
         source = indices(self._mine, unit.source_blocks, header.first_layer, header.num_layers)
         target = indices(self._theirs, unit.target_blocks, header.first_layer, header.num_layers)
         note = seal(self._keys.to_receiver, NoteType.UNIT, _encode(header))
-        if not self._posted:
-            self._moved_at = SYSTEM_CLOCK.now()
-            sleep_precisely()
-        try:
-            self._posted.append((self._agent.write(self._target, source, target, note), header))
-        except ChannelError as error:
-            raise self._die(str(error)) from error
+        with self._posting:
+            self._check()
+            if not self._posted:
+                self._moved_at = SYSTEM_CLOCK.now()
+                sleep_precisely()
+            try:
+                self._posted.append((self._agent.write(self._target, source, target, note), header))
+            except ChannelError as error:
+                raise self._die(str(error)) from error
         self._num_sent_bytes += header.num_bytes
 
     def poll(self, timeout_s: float) -> Sequence[UnitResult]:
@@ -160,12 +164,13 @@ class NixlChannel:
 
     def close(self) -> None:
         """Destroys the agent: nothing that is still posted leaves any more. A peer that owes nothing is told."""
-        if not self._dead and self._keys is not None and not self._posted:
-            try:
-                self._send(NoteType.BYE)
-            except ChannelError:
-                pass  # it has gone already
-        self._die("closed here")
+        with self._posting:
+            if not self._dead and self._keys is not None and not self._posted:
+                try:
+                    self._send(NoteType.BYE)
+                except ChannelError:
+                    pass  # it has gone already
+            self._die("closed here")
         self._agent.destroy()
         self._on_close(self)
 
