@@ -34,6 +34,23 @@ class TestTcpChannel(ChannelSuite):
         assert self.decode.endpoint.admission.refused["protocol"] == 1
         self.channel.probe(5.0)
 
+    def test_a_connection_for_which_no_thread_is_to_be_had_ends_only_that_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The thread that accepts goes on: later there may be some."""
+        start, failed = threading.Thread.start, threading.Event()
+
+        def scarce(thread: threading.Thread) -> None:
+            if thread.name == "pdxfer-tcp-in" and not failed.is_set():
+                failed.set()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+        with self.raw() as turned_away:
+            assert turned_away.recv(1) == b""
+        self.connect().close()
+
     def test_another_version_is_refused_naming_both(self) -> None:
         with self.raw() as stranger:
             stranger.sendall(frames.PREAMBLE.pack(frames.MAGIC, 9))

@@ -158,7 +158,18 @@ class StreamServer:
             connection.thread = threading.Thread(target=self._serve, args=(connection, sock), name=name, daemon=True)
             with self._lock:
                 self._accepted[connection] = None
-            connection.thread.start()
+            try:
+                connection.thread.start()
+            except RuntimeError as error:  # out of threads, most likely
+                log.warning("%s cannot serve a connection: %s", self.kind, error)
+                self._turn_away(connection)
+
+    def _turn_away(self, connection: Accepted) -> None:
+        connection.thread = None
+        with self._lock:
+            self._accepted.pop(connection, None)
+        self._handshakes.release()
+        connection.frames.close()
 
     def _serve(self, connection: Accepted, sock: socket.socket) -> None:
         """One connection's life."""
