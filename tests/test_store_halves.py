@@ -4,6 +4,7 @@ vLLM's classes are only needed for their names; requests and the pool are small 
 these tests are not in the fast tier.
 """
 
+import queue
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -711,6 +712,39 @@ def test_a_lost_router_leaves_no_prompt_waiting_for_its_grant() -> None:
     engine.clock.advance(10.0)
     sends.check_deadlines(engine.clock.now())
     assert [forget.transfer_id for forget in engine.member.of(Forget)] == ["t"]
+
+
+def test_a_request_that_comes_after_its_router_was_lost_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was on its way here when the router that paired it died, so the loss was told before it was there."""
+    from pdxfer.connector import scheduler_half
+    from pdxfer.connector.member import EngineFacts
+
+    class OfflineMember(Member):
+        is_connected = False
+
+        def __init__(self, *_: Any) -> None:
+            super().__init__()
+            self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            self.presence, self.free_blocks = SimpleNamespace(arrived=lambda name: None), 0
+
+        def leg_begins(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr(scheduler_half, "Member", OfflineMember)
+    facts = EngineFacts(
+        model="m", served_names=["m"], num_blocks=64, block_size=BLOCK, max_model_len=4096, world_size=1,
+        max_step_blocks=4, plans_ready_hits=True,
+    )  # fmt: skip
+    settings = SimpleNamespace(store=StoreConfig(), engine_id="e", max_resumes=1, role="decode", max_deadline_s=120.0)
+    clock = FakeClock()
+    half = scheduler_half.SchedulerHalf(settings, facts, clock)  # type: ignore[arg-type]
+    decode, prefill = prompt(100, "d"), prompt(100, "p")
+    decode.kv_transfer_params = {"pdxfer": {"transfer_id": "t-d", "deadline_s": 120.0}}
+    prefill.kv_transfer_params = {"pdxfer": {"transfer_id": "t-p", "leg": "prefill", "deadline_s": 120.0}}
+    for request in (decode, prefill):
+        half.on_new_request(request)  # type: ignore[arg-type]
+    assert half.matched_tokens(decode, 0) == (0, False), "prefill's start is waited for"  # type: ignore[arg-type]
+    send = half._sends.get("t-p")
+    assert send is not None and send.deadline <= clock.now() + 10.0, "its blocks would be held for all its time"
 
 
 def test_after_a_reset_nothing_that_was_stored_is_found() -> None:

@@ -104,6 +104,8 @@ class SchedulerHalf:
             self._receives.begin(request, transfer_id, deadline)
         if early := self._early.pop(transfer_id, None):
             self._apply(early)
+        if not self._member.is_connected:  # paired by a router that was lost before this request came
+            self._apply(RouterLost())
 
     def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """How much of this prompt will come over the wire or from the store."""
