@@ -202,6 +202,26 @@ def test_a_whole_prompt_may_come_from_the_store() -> None:
     assert engine.ask(request) == (64, True)
 
 
+def test_no_message_names_more_chunks_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank drops one that does, and its load would never end. The rest of such a prompt is computed."""
+    from pdxfer.connector.chunks import MAX_CHUNKS
+    from pdxfer.wire.halves import ToWorker
+    from pdxfer.wire.version import Decoder, encode
+
+    most = [bytes(32)] * (MAX_CHUNKS + 1)
+    load = Load(load_id="l", keys=most, num_blocks=[0] * len(most), skip_blocks=0, block_ids=[], timeout_s=1.0)
+    assert Decoder(ToWorker).decode(encode(load)) == load  # type: ignore[arg-type]
+    monkeypatch.setattr("pdxfer.connector.chunks.MAX_CHUNKS", 2)
+    engine, request = Engine(), prompt(120)
+    engine.hold(engine.keys(request))
+    engine.store.on_new_request(request)  # type: ignore[arg-type]
+    end, _ = engine.ask(request)
+    assert end == 64, "the incomplete chunk at its end does not follow them"
+    engine.allocate(request, [1, 2, 3, 4, 5, 6, 7, 8], end)
+    (load,) = engine.member.of(Load)
+    assert len(load.keys) == 2 and load.block_ids == [1, 2, 3, 4]
+
+
 def test_a_short_load_is_a_verdict_block_exact_and_then_a_report() -> None:
     engine, request = Engine(), prompt(96)
     engine.hold(engine.keys(request))

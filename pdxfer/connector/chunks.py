@@ -14,6 +14,9 @@ from pdxfer.kv.chunks import ChunkKey, Scheme, chunk_keys, extra_bytes, partial_
 
 RankChunk = tuple[ChunkKey, ...]
 """One chunk: its key on each rank."""
+MAX_CHUNKS = (1 << 15) - 1
+"""Of one prompt, and an incomplete one after them: what a message to a rank may name (wire/store_facts.Keys). What lies
+beyond is computed; with a chunk a block of 16 tokens that is half a million."""
 
 
 @dataclass(slots=True)
@@ -52,8 +55,8 @@ class PromptChunks:
         self._has_extras = bool(request.lora_request or request.mm_features or request.cache_salt)
 
     def full(self, num_tokens: int) -> list[RankChunk]:
-        """The complete chunks among the first `num_tokens` tokens."""
-        count = min(num_tokens, self.request.num_tokens) // self._grid.chunk_tokens
+        """The complete chunks among the first `num_tokens` tokens, at most MAX_CHUNKS."""
+        count = min(MAX_CHUNKS, min(num_tokens, self.request.num_tokens) // self._grid.chunk_tokens)
         if count > len(self._full[0]):
             self._extend(count)
         return list(zip(*(chain[:count] for chain in self._full), strict=True))
@@ -62,7 +65,7 @@ class PromptChunks:
         """The incomplete chunk at the end of the first `num_tokens` tokens: its whole blocks, if there are any."""
         grid, end = self._grid, min(num_tokens, self.request.num_tokens)
         end -= end % grid.block_size
-        if not grid.with_partial or end % grid.chunk_tokens == 0:
+        if not grid.with_partial or end % grid.chunk_tokens == 0 or end // grid.chunk_tokens > MAX_CHUNKS:
             return None
         before = self.full(end)
         return self._partials(before[-1] if before else None, end)[0]
