@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiered_kit import IDENTITY, OTHER, RAW_BYTES, Rig, chunk, key, raw, rig, until
@@ -13,9 +14,13 @@ from pdxfer.core.errors import ConfigError, IdentityError
 from pdxfer.store import manage, manage_copy, portable, scrub
 from pdxfer.store.base import Outcome
 from pdxfer.store.chunk import NewChunk
+from pdxfer.store.lease import BufferPool
 from pdxfer.store.open import open_tier
+from pdxfer.store.peer.pull import Pull
+from pdxfer.store.peer.wire import Value
 from pdxfer.store.portable import PortableError
 from pdxfer.store.tiered import TieredStore
+from pdxfer.store.transcode import Transcoder
 from pdxfer.testing.faulty_tier import FaultyTier
 
 Told = list[tuple[int, int]]
@@ -300,6 +305,46 @@ async def test_verify_finds_repairs_and_leaves_others_alone():
         [some] = await scrub.verify(r.store, lambda *p: None, keys=keys(0, 9), tier="dram")
         assert (some.intact, some.broken) == (1, 0)
         r.nothing_is_out()
+
+
+async def test_other_models_values_in_a_shared_tier_are_left_alone():
+    """Whatever is done with everything a tier holds: they are intact, only not ours."""
+    async with rig() as r:
+        await r.saved(0)
+        theirs = TieredStore(r.tiers, r.store.config, OTHER)
+        theirs.writer.start()
+        assert (await theirs.save(chunk("theirs"), r.soon)).held
+        await until(lambda: theirs.writer.pending == 0, "the other model's chunk to arrive")
+        await theirs.writer.close()
+        theirs.workers.close()
+        every = keys(0, "theirs")
+        assert (await manage_copy.copy(r.store, lambda *p: None, every, "dram", "redis")).foreign == 1
+        moved = await manage_copy.move(r.store, lambda *p: None, every, "redis", "disk")
+        assert (moved.already, moved.removed, moved.foreign, moved.missing, moved.failed) == (1, 1, 1, 0, {})
+        done = await manage_copy.compress(r.store, lambda *p: None, every, "redis", "zstd")
+        assert (done.done, done.foreign, done.missing) == (1, 1, 0)
+        r.memory(0).values[key("theirs")].data[-1] ^= 1
+        [dram] = await scrub.verify(r.store, lambda *p: None, tier="dram", repair=True)
+        assert (dram.broken, dram.repaired) == (1, 0)
+        assert [key("theirs") in held(r, tier) for tier in range(3)] == [False, True, True]
+        assert not sum(slot.counts["corrupt"] for slot in r.store.slots[1:])
+
+
+async def test_another_nodes_values_of_other_models_are_not_taken():
+    """A tier that it shares with them lists them, too."""
+    frame, pool = Transcoder(OTHER).raw_frame(chunk("theirs")), BufferPool(1 << 20)
+
+    async def run(call: object, end: float, drop: object = None) -> object:
+        buffer = pool.try_take(len(frame))
+        assert buffer is not None
+        buffer.view[:] = frame
+        return buffer, Value(tier="dram")
+
+    link = SimpleNamespace(server=SimpleNamespace(run=run))
+    async with rig() as r:
+        pull = Pull(r.store, link, to_tier="disk", from_tier="")  # type: ignore[arg-type]
+        done = await pull.run(lambda *p: None, keys("theirs"), remove=True)
+        assert (done.foreign, done.failed, done.removed, pool.lent_bytes) == (1, {}, 0, 0)
 
 
 async def test_what_cannot_be_repaired_is_removed():

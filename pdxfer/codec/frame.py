@@ -35,6 +35,10 @@ class FrameError(PdxferError):
     """These bytes are not the frame that was asked for: damaged, cut, foreign or of another version. A miss."""
 
 
+class ForeignFrameError(FrameError):
+    """Its header is right and names another identity: in a tier that several models share it is another model's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
     """What a frame says about its payload."""
@@ -136,7 +140,7 @@ def open_frame(frame: memoryview, key: bytes, identity: bytes) -> tuple[FrameHea
     if header.key != key:
         raise FrameError(f"frame of key {header.key.hex()[:12]} where {key.hex()[:12]} was asked for")
     if header.identity != identity:
-        raise FrameError(f"frame of identity {header.identity.hex()[:12]}, ours is {identity.hex()[:12]}")
+        raise ForeignFrameError(f"frame of identity {header.identity.hex()[:12]}, ours is {identity.hex()[:12]}")
     payload = frame[HEADER_BYTES:]
     if len(payload) != header.payload_bytes:
         raise FrameError(f"frame holds {len(payload)} payload bytes, its header says {header.payload_bytes}")

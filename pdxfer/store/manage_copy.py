@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pdxfer.codec.frame import FrameError
+from pdxfer.codec.frame import FrameError, read_header
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.base import Buffer, Entry, Outcome
 from pdxfer.store.manage import AT_ONCE, Progress, slots_of, soon
@@ -23,6 +23,9 @@ from pdxfer.store.writing import HELD
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+KNOWN = ("done", "already", "missing", "foreign")
+"""What may become of a chunk; everything else is why it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,8 @@ class Copied:
     """There before."""
     missing: int
     """In no source tier."""
+    foreign: int = 0
+    """Of other models, which share the tier: left alone."""
     removed: int = 0
     """`move`: gone from their source."""
     kept_pinned: int = 0
@@ -90,26 +95,41 @@ async def _copy(
         part = keys[begin : begin + AT_ONCE]
         outcomes = await asyncio.gather(*(_copy_one(store, sources, target, key, tenant) for key in part))
         for key, said in zip(part, outcomes, strict=True):
-            (counts if said in ("done", "already", "missing") else failed)[said] += 1
+            (counts if said in KNOWN else failed)[said] += 1
             if remove and said in ("done", "already"):
                 counts[await remove_unpinned(store, sources, key)] += 1
         progress(min(begin + AT_ONCE, len(keys)), len(keys))
     return Copied(
-        done=counts["done"], already=counts["already"], missing=counts["missing"], removed=counts["removed"],
-        kept_pinned=counts["kept_pinned"], failed=dict(failed),
+        done=counts["done"], already=counts["already"], missing=counts["missing"], foreign=counts["foreign"],
+        removed=counts["removed"], kept_pinned=counts["kept_pinned"], failed=dict(failed),
     )  # fmt: skip
 
 
 async def _copy_one(store: TieredStore, sources: Sequence[TierSlot], target: TierSlot, key: bytes, tenant: str) -> str:
-    """done, already, missing, or why it failed."""
+    """done, already, missing, foreign, or why it failed."""
     if await store.reader.check(target, key, soon(store)) is not None:
         return "already"
     outcome = await store.writer.bring(key, sources, target, soon(store), tenant)
     if outcome is None:
-        return "missing"
+        return await _missing_or_foreign(store, sources, key)
     if outcome not in HELD:
         return outcome.value
     return "done" if await store.reader.check(target, key, soon(store)) is not None else "not readable afterwards"
+
+
+async def _missing_or_foreign(store: TieredStore, slots: Sequence[TierSlot], key: bytes) -> str:
+    """Why none of these tiers has it for us."""
+    for slot in slots:
+        lease = await slot.get(key, soon(store))
+        if lease is None:
+            continue
+        async with lease:
+            try:
+                if read_header(lease.view).identity != store.coder.identity:
+                    return "foreign"
+            except FrameError:
+                continue
+    return "missing"
 
 
 async def remove_unpinned(store: TieredStore, sources: Sequence[TierSlot], key: bytes) -> str:
@@ -141,25 +161,25 @@ async def compress(
     before = after = 0
     for done, key in enumerate(keys):
         said, old_bytes, new_bytes = await uninterrupted(_recode(store, slot, key, codec, level))
-        (counts if said in ("done", "already", "missing") else failed)[said] += 1
+        (counts if said in KNOWN else failed)[said] += 1
         if said == "done":
             before, after = before + old_bytes, after + new_bytes
         progress(done + 1, len(keys))
     return Copied(
-        done=counts["done"], already=counts["already"], missing=counts["missing"], failed=dict(failed),
-        num_bytes_before=before, num_bytes_after=after,
+        done=counts["done"], already=counts["already"], missing=counts["missing"], foreign=counts["foreign"],
+        failed=dict(failed), num_bytes_before=before, num_bytes_after=after,
     )  # fmt: skip
 
 
 async def _recode(store: TieredStore, slot: TierSlot, key: bytes, codec: str, level: int) -> tuple[str, int, int]:
-    """(done, already, missing or why it failed; bytes before; bytes after)."""
+    """(done, already, missing, foreign or why it failed; bytes before; bytes after)."""
     header = await store.reader.check(slot, key, soon(store))
     lease = await slot.get(key, soon(store)) if header is not None else None
     [entry] = await slot.lookup([key], soon(store)) or [None]
     if header is None or lease is None or entry is None:
         if lease is not None:
             lease.release()
-        return "missing", 0, 0
+        return await _missing_or_foreign(store, [slot], key), 0, 0
     async with lease:
         if header.codec == codec and (not level or header.level == level):
             return "already", 0, 0

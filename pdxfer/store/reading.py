@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pdxfer.codec.frame import FrameError, FrameHeader
+from pdxfer.codec.frame import ForeignFrameError, FrameError, FrameHeader
 from pdxfer.core.clock import Clock
 from pdxfer.store.base import Entry, Lease
 from pdxfer.store.chunk import Chunk, Found, Loaded, Prefix, Sink, Wanted
@@ -229,13 +229,15 @@ class Reader:
         return Chunk(header, raw, slot.name, lease.release)
 
     async def check(self, slot: TierSlot, key: bytes, deadline: float) -> FrameHeader | None:
-        """Read and verify one value where it is. None: it is not there, or was not right and is there no more."""
+        """Read and verify one value where it is. None: not there, another model's, or not right and there no more."""
         lease = await slot.get(key, deadline)
         if lease is None:
             return None
         async with lease:
             try:
                 return await self._workers.run(self._coder.check, lease.view, key)
+            except ForeignFrameError:
+                return None
             except FrameError as error:
                 why = str(error)
         await self.distrust(slot, key, why)

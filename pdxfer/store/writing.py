@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pdxfer.codec.frame import FrameError, read_header
+from pdxfer.codec.frame import ForeignFrameError, FrameError, read_header
 from pdxfer.core.clock import Clock
 from pdxfer.store.base import Buffer, Lease, Outcome
 from pdxfer.store.chunk import NewChunk, Saved, SaveResult
@@ -273,7 +273,8 @@ class Writer:
     async def bring(
         self, key: bytes, sources: Sequence[TierSlot], target: TierSlot, deadline: float, tenant: str
     ) -> Outcome | None:
-        """Copy one value from the first source that has it intact, and wait for it. None: no source has it."""
+        """Copy one value from the first source that has it intact, and wait for it. None: no source has it, or it is
+        another model's."""
         for source in sources:
             lease = await source.get(key, deadline)
             if lease is None:
@@ -281,6 +282,8 @@ class Writer:
             async with lease:
                 try:
                     await self._workers.run(self._coder.check, lease.view, key)
+                except ForeignFrameError:
+                    continue
                 except FrameError as error:
                     why = str(error)
                 else:

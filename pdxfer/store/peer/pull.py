@@ -8,13 +8,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
-from pdxfer.codec.frame import FrameError
+from pdxfer.codec.frame import ForeignFrameError, FrameError
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import UnreachableError
 from pdxfer.store.base import Entry
 from pdxfer.store.lease import BufferPool, PooledBuffer
 from pdxfer.store.manage import AT_ONCE, Progress, slots_of, soon
-from pdxfer.store.manage_copy import Copied
+from pdxfer.store.manage_copy import KNOWN, Copied
 from pdxfer.store.peer import wire
 from pdxfer.store.peer.links import Link
 from pdxfer.store.peer.session import PeerSession
@@ -28,7 +28,6 @@ CALL_S = 10.0
 BUFFER_BYTES = 256 << 20
 """Values in flight."""
 _HERE = ("done", "already")
-_KNOWN = (*_HERE, "missing")
 
 
 class Pull:
@@ -50,7 +49,7 @@ class Pull:
                 part = keys[begin : begin + AT_ONCE]
                 said = await asyncio.gather(*(self._one(key) for key in part))
                 for word in said:
-                    (counts if word in _KNOWN else failed)[word] += 1
+                    (counts if word in KNOWN else failed)[word] += 1
                 here = [key for key, word in zip(part, said, strict=True) if word in _HERE]
                 if remove and here:
                     words = await self._moved(here)
@@ -66,8 +65,8 @@ class Pull:
         finally:
             self._pool.close()
         return Copied(
-            done=counts["done"], already=counts["already"], missing=counts["missing"], removed=counts["removed"],
-            kept_pinned=counts["kept_pinned"], failed=dict(failed),
+            done=counts["done"], already=counts["already"], missing=counts["missing"], foreign=counts["foreign"],
+            removed=counts["removed"], kept_pinned=counts["kept_pinned"], failed=dict(failed),
         )  # fmt: skip
 
     async def listing(self) -> AsyncIterator[list[Entry]]:
@@ -91,7 +90,7 @@ class Pull:
         )
 
     async def _one(self, key: bytes) -> str:
-        """done, already, missing, or why it failed. Raises ServerError when the peer does not answer."""
+        """done, already, missing, foreign, or why it failed. Raises ServerError when the peer does not answer."""
         store, target = self._store, self._target
         if await store.reader.check(target, key, soon(store)) is not None:
             return "already"
@@ -113,6 +112,8 @@ class Pull:
         store = self._store
         try:
             await store.workers.run(store.coder.check, frame, key)
+        except ForeignFrameError:
+            return "foreign"
         except FrameError:
             return "damaged"
         outcome = await store.writer.put_frame(target, key, frame, soon(store), tenant)
