@@ -234,6 +234,23 @@ async def test_compress_and_decompress_in_place():
         r.nothing_is_out()
 
 
+async def test_two_that_compress_the_same_chunk_do_not_meet_in_it():
+    """The second leaves it to the first, and says so."""
+    async with rig(TierConfig(url="dram:"), kinds=("dram",)) as r:
+        await r.saved(0)
+        delete, told = r.memory(0).delete, []
+
+        async def meanwhile(*args: object) -> object:
+            r.memory(0).delete = delete  # type: ignore[method-assign]
+            told.append(await manage_copy.compress(r.store, lambda *p: None, keys(0), "dram", "zstd"))
+            return await delete(*args)  # type: ignore[arg-type]
+
+        r.memory(0).delete = meanwhile  # type: ignore[method-assign, assignment]
+        first = await manage_copy.compress(r.store, lambda *p: None, keys(0), "dram", "zstd")
+        assert first.done == 1 and [one.failed for one in told] == [{"another operation replaces it now": 1}]
+        assert codecs(r, 0) == ["zstd"] and await r.load(0) == {0: "dram"} and not r.store.slots[0].shadows
+
+
 async def test_a_put_that_fails_brings_the_old_value_back():
     """A tier that refuses the new copy: the old one is there, and the reply says so."""
     async with rig(TierConfig(url="dram:"), kinds=("dram",)) as r:

@@ -199,6 +199,8 @@ async def _replace(
     store: TieredStore, slot: TierSlot, key: bytes, entry: Entry, old: memoryview, new: memoryview, codec: str
 ) -> str:
     """Swap the value; readers see `old` until `new` is verified in the tier. One copy of each in memory."""
+    if key in slot.shadows:
+        return "another operation replaces it now"
     slot.shadows[key] = Shadow(entry=entry, view=old)
     try:
         said = await _put_anew(store, slot, key, entry, (new,))
