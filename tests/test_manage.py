@@ -103,6 +103,26 @@ async def test_what_was_cleared_stays_away():
         assert [held(r, i) for i in range(3)] == [set()] * 3
 
 
+@pytest.mark.parametrize("tenant", ["bank", "a tenant whose name is longer than tiers keep names"])
+async def test_a_tenants_values_are_cleared_wherever_they_are(tmp_path: Path, tenant: str):
+    """Also where a tier keeps its name shortened."""
+    settings = [
+        TierConfig(url="dram:", capacity_gib=0.03125),
+        TierConfig(url=f"file://{tmp_path}/slab", capacity_gib=0.0625),
+    ]
+    store = TieredStore([await open_tier(t, SYSTEM_CLOCK) for t in settings], StoreConfig(tiers=settings), IDENTITY)
+    await store.open()
+    try:
+        soon = store.clock.now() + 20
+        for name, whose in (("theirs", tenant), ("other", tenant + "x")):
+            assert (await store.save(chunk(name), soon, tenant=whose)).held
+        await store.writer.quiet(soon)
+        assert [one.removed for one in await manage.clear(store, lambda *p: None, tenant=tenant)] == [1, 1]
+        assert (await store.lookup(keys("other"), soon)).num_chunks == 1
+    finally:
+        await store.close(store.clock.now() + 5)
+
+
 async def test_clear_of_a_tier_that_is_away_says_so():
     """Not 0 removed and fine."""
     async with rig() as r:

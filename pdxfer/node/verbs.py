@@ -159,4 +159,4 @@ async def _all_keys(store: TieredStore, args: StoreArgs) -> list[bytes]:
 def _is_meant(entry: Entry, args: StoreArgs, wall: float) -> bool:
     """By tenant and age."""
     is_old = not args.older_than_s or (entry.created_wall > 0 and wall - entry.created_wall >= args.older_than_s)
-    return is_old and (not args.tenant or entry.tenant == args.tenant)
+    return is_old and manage.is_of(entry, args.tenant)

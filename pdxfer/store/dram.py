@@ -24,6 +24,7 @@ from pdxfer.memory.segment import Segment
 from pdxfer.store.base import Buffer, Entry, Lease, Outcome, Reservation, TierStats
 from pdxfer.store.bell import Bell
 from pdxfer.store.counters import TierCounters
+from pdxfer.store.disk_index import kept_tenant
 from pdxfer.store.dram_index import NEVER, DramIndex, Value
 from pdxfer.store.dram_options import DramOptions
 from pdxfer.store.lease import total_bytes
@@ -52,7 +53,7 @@ class DramTier:
         self._config = config
         self._options = DramOptions.of(config)
         self._clock = clock
-        self._quota = dict(tenant_quota or {})
+        self._quota = {kept_tenant(tenant): quota for tenant, quota in (tenant_quota or {}).items()}
         self._pin_fraction = pin_fraction
         self._make_segment = make_segment
         self._counters = TierCounters()
@@ -160,6 +161,7 @@ class DramTier:
         if self._arena is None:
             return Outcome.FAILED
         self._tick()
+        tenant = kept_tenant(tenant)
         if piece_bytes(num_bytes) > min(self._arena.capacity_bytes, self._quota.get(tenant, NEVER)):
             return Outcome.TOO_LARGE
         if self._index.find(key) is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pdxfer.codec.frame import FrameError, read_header
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.base import Entry
+from pdxfer.store.disk_index import kept_tenant
 from pdxfer.store.slot import TierSlot
 from pdxfer.store.tiered import TieredStore
 
@@ -207,9 +208,14 @@ async def pages(store: TieredStore, slot: TierSlot, keys: Sequence[bytes] | None
         after = page[-1].key
 
 
+def is_of(entry: Entry, tenant: str) -> bool:
+    """Whether it is this tenant's (empty: anybody's); tiers keep long names shortened."""
+    return not tenant or kept_tenant(entry.tenant) == kept_tenant(tenant)
+
+
 def _chosen(page: Sequence[Entry], tenant: str, older_than_s: float, wall: float) -> tuple[list[Entry], int]:
     """Entries to remove, and how many have no age to judge."""
-    mine = [entry for entry in page if not tenant or entry.tenant == tenant]
+    mine = [entry for entry in page if is_of(entry, tenant)]
     if not older_than_s:
         return mine, 0
     dated = [entry for entry in mine if entry.created_wall]
