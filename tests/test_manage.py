@@ -103,6 +103,27 @@ async def test_what_was_cleared_stays_away():
         assert [held(r, i) for i in range(3)] == [set()] * 3
 
 
+async def test_what_a_load_brings_back_while_it_is_cleared_goes_too():
+    """It comes out of a tier whose turn is still to come."""
+    async with rig(TierConfig(url="dram:", write="through"), TierConfig(url="disk:")) as r:
+        await r.saved(0, 1)
+        del r.memory(0).values[key(1)]
+        r.store.events.evict("dram", [key(1)])
+        scan = r.memory(1).scan
+
+        async def meanwhile(*args: object) -> object:
+            r.memory(1).scan = scan  # type: ignore[method-assign]
+            assert set(await r.load(0, 1)) == {0, 1}
+            await r.settled()
+            assert held(r, 0) == set(keys(0, 1))
+            return await scan(*args)  # type: ignore[arg-type]
+
+        r.memory(1).scan = meanwhile  # type: ignore[method-assign, assignment]
+        replies = await manage.clear(r.store, lambda *p: None)
+        assert [held(r, 0), held(r, 1)] == [set(), set()] and [one.left for one in replies] == [0, 0]
+        assert await r.found(0) == []
+
+
 @pytest.mark.parametrize("tenant", ["bank", "a tenant whose name is longer than tiers keep names"])
 async def test_a_tenants_values_are_cleared_wherever_they_are(tmp_path: Path, tenant: str):
     """Also where a tier keeps its name shortened."""

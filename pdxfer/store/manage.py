@@ -7,7 +7,7 @@ compress), scrub.py (verify), portable.py (export, import).
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdxfer.codec.frame import FrameError, read_header
 from pdxfer.core.errors import ConfigError
@@ -162,9 +162,10 @@ async def clear(
     age; pinned ones too. Then look whether they are gone."""
     slots = slots_of(store, tier)
     total = len(slots) * len(keys) if keys is not None else sum(s.tier.stats().num_values for s in slots)
-    done = 0
+    done, begun = 0, store.clock.wall()
     replies = []
-    await store.writer.quiet(store.clock.now() + CALL_S)
+    cleared: dict[bytes, None] = {}
+    await store.writer.quiet(soon(store))
     for slot in slots:
         removed = removed_bytes = left = unknown = 0
         reachable = True
@@ -175,6 +176,7 @@ async def clear(
             chosen, unjudged = _chosen(page, tenant, older_than_s, store.clock.wall())
             unknown += unjudged
             gone = [entry.key for entry in chosen]
+            cleared |= dict.fromkeys(gone)
             removed += await slot.delete(gone, soon(store))
             still = await _present(store, slot, gone)
             left += len(still)
@@ -188,8 +190,31 @@ async def clear(
                 reachable=reachable and slot.tier.stats().reachable,
             )
         )  # fmt: skip
+    await store.writer.quiet(soon(store))
+    for number, slot in enumerate(slots[:-1]):
+        if replies[number].reachable:
+            left = await _clear_again(store, slot, list(cleared), tenant, older_than_s, begun)
+            replies[number] = replace(replies[number], left=left)
     store.events.flush()
     return replies
+
+
+async def _clear_again(
+    store: TieredStore, slot: TierSlot, keys: Sequence[bytes], tenant: str, older_than_s: float, begun: float
+) -> int:
+    """Loads may have brought some of these here from a tier that was cleared later. How many are left."""
+    left = 0
+    for begin in range(0, len(keys), PAGE):
+        found = await slot.lookup(keys[begin : begin + PAGE], soon(store))
+        there = [entry for entry in found or () if entry is not None]
+        chosen, _ = _chosen(there, tenant, older_than_s, store.clock.wall())
+        came = [entry for entry in there if is_of(entry, tenant) and entry.created_wall >= begun]
+        back = list(dict.fromkeys(entry.key for entry in (*chosen, *came)))
+        await slot.delete(back, soon(store))
+        still = await _present(store, slot, back)
+        _noted(store, slot, [key for key in back if key not in still])
+        left += len(still)
+    return left
 
 
 async def pages(store: TieredStore, slot: TierSlot, keys: Sequence[bytes] | None) -> AsyncIterator[list[Entry] | None]:
