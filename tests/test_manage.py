@@ -435,6 +435,17 @@ async def test_a_prefix_travels_in_a_file(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
 
 
+async def test_two_exports_to_one_file_do_not_meet(tmp_path: Path):
+    """It is the whole work of one of them."""
+    path = tmp_path / "prefix.kv"
+    async with rig(kinds=("dram",)) as r:
+        await r.saved(0, 1)
+        wrote = await asyncio.gather(*(portable.export(r.store, lambda *p: None, keys(0, 1), path) for _ in range(2)))
+        assert [one.num_chunks for one in wrote] == [2, 2]
+        assert (await portable.import_(r.store, lambda *p: None, path)).already == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
+
+
 async def test_a_file_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path):
     """Every byte counts; nothing of such a file is taken."""
     path = tmp_path / "prefix.kv"

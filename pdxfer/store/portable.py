@@ -9,6 +9,7 @@ file of another identity, another version or with any wrong byte is taken.
 """
 
 import os
+import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Imported:
 
 async def export(store: TieredStore, progress: Progress, keys: Sequence[bytes], path: Path) -> Exported:
     """Write the longest present prefix of `keys`. Replaces a file that is there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     num_chunks = num_tokens = 0
     digest = xxhash.xxh3_64()
     prefix = await store.lookup(keys, soon(store))
