@@ -5,9 +5,14 @@ import asyncio
 import pytest
 from tiered_kit import IDENTITY, chunk, key, raw, rig, until, wanted
 
-from pdxfer.config.store import TierConfig
+from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.errors import ConfigError
 from pdxfer.store.events import Mirror
+from pdxfer.store.lanes import Lane
+from pdxfer.store.tiered import TieredStore
+from pdxfer.testing.fake_clock import FakeClock
+from pdxfer.testing.faulty_tier import FaultyTier
+from pdxfer.testing.memory_tier import MemoryTier
 
 
 async def test_a_saved_chunk_is_found_and_loaded():
@@ -244,3 +249,12 @@ async def test_a_listener_with_a_bug_ends_nothing(caplog: pytest.LogCaptureFixtu
         await r.saved("b")
         await until(lambda: key("b") in heard, "the other listener to hear")
         end()
+
+
+@pytest.mark.parametrize("kind", ["disk", "nixl-posix"])
+async def test_two_tiers_of_one_kind_are_two_tiers(kind: str):
+    """Each has a name, a queue and an index of its own."""
+    async with rig(kinds=(kind, kind)) as r:
+        await r.saved("a")
+        assert [slot.name for slot in r.store.slots] == [kind, f"{kind}-2"]
+        assert [set(r.memory(number).values) for number in range(2)] == [{key("a")}] * 2

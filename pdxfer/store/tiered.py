@@ -293,10 +293,9 @@ class TieredStore:
 
 
 def _slots(tiers: Sequence[Tier], config: StoreConfig, clock: Clock) -> list[TierSlot]:
-    names: list[str] = []
-    for tier in tiers:
-        same = sum(name.split("-")[0] == tier.kind for name in names)
-        names.append(tier.kind if not same else f"{tier.kind}-{same + 1}")
+    kinds = [tier.kind for tier in tiers]
+    before = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
+    names = [kind if not same else f"{kind}-{same + 1}" for kind, same in zip(kinds, before, strict=True)]
     return [
         TierSlot(name, tier, settings, clock) for name, tier, settings in zip(names, tiers, config.tiers, strict=True)
     ]
