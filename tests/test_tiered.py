@@ -258,3 +258,49 @@ async def test_two_tiers_of_one_kind_are_two_tiers(kind: str):
         await r.saved("a")
         assert [slot.name for slot in r.store.slots] == [kind, f"{kind}-2"]
         assert [set(r.memory(number).values) for number in range(2)] == [{key("a")}] * 2
+
+
+async def test_what_a_stopped_tier_did_not_take_is_written_back_when_it_is_back():
+    """An outage costs nothing of what memory still has."""
+    async with rig(TierConfig(url="dram:"), TierConfig(url="disk:", write="back")) as r:
+        names = list(range(80))
+        await r.save(*names)
+        r.tiers[1].down = True
+        for _ in range(5):
+            r.store.writer.write_back(everything=True)
+            await r.settled()
+        assert r.store.slots[1].writes.times_opened == 1 and not r.memory(1).values
+        r.tiers[1].down = False
+        await until(lambda: r.store.writer.write_back(everything=True), "the pause to be over")
+        await r.store.writer.drain(r.soon)
+        failed = r.store.slots[1].counts["failed"]
+        assert failed <= 4 and len(r.memory(1).values) >= len(names) - failed
+
+
+async def test_a_stop_does_not_wait_for_a_tier_that_takes_nothing():
+    """What only memory has cannot be saved then."""
+    async with rig(TierConfig(url="dram:"), TierConfig(url="disk:", write="back")) as r:
+        await r.save(*range(8))
+        r.tiers[1].down = True
+        begin = r.store.clock.now()
+        await r.store.writer.drain(begin + 20)
+        assert r.store.clock.now() - begin < 10
+
+
+async def test_a_stop_gives_all_slow_tiers_one_deadline(monkeypatch: pytest.MonkeyPatch):
+    """Not one each."""
+    clock = FakeClock()
+    settings = [TierConfig(url=f"{kind}:") for kind in ("dram", "disk", "redis")]
+    tiers = [FaultyTier(MemoryTier(t, clock, kind=t.url[:-1])) for t in settings]
+    store = TieredStore(tiers, StoreConfig(tiers=settings), IDENTITY, clock=clock)
+    waits: list[float] = []
+
+    async def hangs(lane: Lane, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        clock.advance(timeout_s)
+
+    monkeypatch.setattr(Lane, "drain", hangs)
+    store.writer._saving = 1
+    await store.writer.drain(clock.now() + 3.0)
+    assert sum(waits) == 3.0
+    store.workers.close()

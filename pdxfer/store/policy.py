@@ -36,6 +36,10 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.times_opened = 0
 
+    def would_allow(self, now: float) -> bool:
+        """What `allows` would say; changes nothing."""
+        return self.state is BreakerState.CLOSED or now >= self._until
+
     def allows(self, now: float) -> bool:
         """Whether to call now. In the open state, one call per pause goes through as the probe."""
         if self.state is BreakerState.CLOSED:

@@ -79,6 +79,13 @@ class TierSlot:
         return self.reads.state is BreakerState.CLOSED
 
     @property
+    def writes_at_once(self) -> int:
+        """How many writes make sense now: one where it is to be seen whether a stopped tier is back."""
+        if not self.writes.would_allow(self._clock.now()):
+            return 0
+        return MAX_NOTES if self.writes.state is BreakerState.CLOSED else 1
+
+    @property
     def strays(self) -> int:
         """Calls that we stopped waiting for and that have not ended."""
         return len(self._strays)

@@ -35,6 +35,11 @@ class WriteBack:
             tier: sum(dirty.pop(key, None) is not None for key in gone) for tier, dirty in self._dirty.items() if dirty
         }
 
+    def put_back(self, tier: str, key: bytes, tenant: str) -> None:
+        """The tier did not take it, and memory has it still: it is the next one."""
+        self._dirty[tier][key] = tenant
+        self._dirty[tier].move_to_end(key, last=False)
+
     def due(self, front: TierStats, everything: bool) -> list[str]:
         """Tiers that should get chunks now."""
         full = not front.capacity_bytes or front.used_bytes >= BACK_FROM * front.capacity_bytes

@@ -19,7 +19,7 @@ from pdxfer.store.base import Buffer, Lease, Outcome
 from pdxfer.store.chunk import NewChunk, Saved, SaveResult
 from pdxfer.store.events import EventLog
 from pdxfer.store.lanes import Copy, Lane, SharedView
-from pdxfer.store.policy import SecondSight
+from pdxfer.store.policy import BreakerState, SecondSight
 from pdxfer.store.reach import in_reach
 from pdxfer.store.reading import Reader
 from pdxfer.store.slot import TierSlot
@@ -234,15 +234,19 @@ class Writer:
         """They were cleared from memory: not written back any more."""
         self._back.drop(keys)
 
-    def write_back(self, everything: bool = False) -> None:
-        """Give `back` tiers the oldest of what only memory has, while that is fuller than it should be."""
+    def write_back(self, everything: bool = False) -> bool:
+        """Give `back` tiers the oldest of what only memory has, while that is fuller than it should be. Whether there
+        was something to give, to a tier that takes it now."""
         if self.front is None:
-            return
+            return False
+        is_given = False
         for name in self._back.due(self.front.tier.stats(), everything):
             lane = self.lanes[name]
-            for key, tenant in self._back.take(name, lane.room):
+            for key, tenant in self._back.take(name, min(lane.room, lane.slot.writes_at_once)):
+                is_given = True
                 if not lane.slot.config.admit_second_sight or lane.slot.sight.admits(key):
                     lane.offer(Copy(key=key, tenant=tenant, source=None, why="written_back"))
+        return is_given
 
     @property
     def num_dirty(self) -> int:
@@ -269,6 +273,14 @@ class Writer:
                 outcome = await self.put_frame(slot, copy.key, lease.view, deadline, copy.tenant)
         if outcome is Outcome.STORED and copy.why != "stored":
             slot.counts[copy.why] += 1
+        elif copy.why == "written_back" and outcome in (Outcome.FAILED, Outcome.LATE):
+            self._keep_dirty(slot, copy)
+
+    def _keep_dirty(self, slot: TierSlot, copy: Copy) -> None:
+        """A tier that is stopped gets it when it is back, if memory has it then."""
+        is_there = self.front is not None and self._events.holds(self.front.name, copy.key)
+        if is_there and slot.writes.state is not BreakerState.CLOSED:
+            self._back.put_back(slot.name, copy.key, copy.tenant)
 
     async def bring(
         self, key: bytes, sources: Sequence[TierSlot], target: TierSlot, deadline: float, tenant: str
@@ -317,12 +329,11 @@ class Writer:
     async def drain(self, deadline: float) -> None:
         """Write back everything and wait for the lanes, until the deadline."""
         while self.pending or self.num_dirty:
-            left = deadline - self._clock.now()
-            if left <= 0:
+            if self._clock.now() >= deadline:
                 return
-            self.write_back(everything=True)
-            for lane in self.lanes.values():
-                await lane.drain(left)
+            if not self.write_back(everything=True) and not self.pending:
+                return  # what is left would go to tiers that take nothing now
+            await self.quiet(deadline)
             await asyncio.sleep(0.001 if self._saving else 0)
 
     async def close(self) -> None:
