@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,13 @@ from pdxfer.codec import frame as framing
 from pdxfer.codec.frame import FrameHeader, read_header, seal
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
-from pdxfer.store.base import Outcome
+from pdxfer.store.base import Buffer, Entry, Outcome
+from pdxfer.store.lease import PooledBuffer
 from pdxfer.store.open import open_tier
+from pdxfer.store.remote.errors import Reason, ServerError
+from pdxfer.store.remote.server import Server
+from pdxfer.store.remote.session import Lend
+from pdxfer.store.remote.tier import RemoteTier
 from pdxfer.store.tiered import TieredStore
 from pdxfer.store.transcode import Transcoder
 from pdxfer.testing.faulty_tier import FaultyTier
@@ -262,3 +267,77 @@ async def test_a_hundred_thousand_aborted_requests_return_everything():
     async with rig() as r:
         await r.saved(*range(6))
         await _aborted(r, 100_000)
+
+
+class Half(RemoteTier):
+    """Keys spread over two pretend servers, of which one does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(TierConfig(url="memcached://a,b"), SYSTEM_CLOCK)
+        self.values: dict[bytes, bytes] = {}
+        self.both = [self.server("a", lambda end: HalfSession(self.values)), self.server("b", _nobody)]
+
+    def servers(self) -> Iterable[Server]:
+        return self.both
+
+    def place(self, key: bytes) -> Server | None:
+        return self.both[key[0] % 2]
+
+
+class HalfSession:
+    """With the one that does."""
+
+    def __init__(self, values: dict[bytes, bytes]) -> None:
+        self._values = values
+
+    def ping(self, end: float) -> None: ...
+
+    def lookup(self, keys: Sequence[bytes], end: float) -> list[Entry | None]:
+        return [Entry(key=key, num_bytes=len(self._values[key])) if key in self._values else None for key in keys]
+
+    def read(self, key: bytes, lend: Lend, end: float) -> PooledBuffer | None:
+        if (value := self._values.get(key)) is None:
+            return None
+        buffer = lend(len(value))
+        buffer.view[:] = value
+        return buffer
+
+    def write(self, key: bytes, parts: Sequence[Buffer], num_bytes: int, end: float) -> Outcome:
+        self._values[key] = b"".join(parts)
+        return Outcome.STORED
+
+    def remove(self, keys: Sequence[bytes], end: float) -> int:
+        return 0
+
+    def scan(self, after: bytes, limit: int, end: float) -> list[Entry]:
+        return []
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _nobody(end: float) -> HalfSession:
+    raise ServerError(Reason.UNREACHABLE, "no connection")
+
+
+async def test_one_of_several_servers_that_is_away_does_not_stop_the_others():
+    """What they have is found, loaded and saved as before."""
+    tier, settings = Half(), [TierConfig(url="memcached://a,b")]
+    await tier.open()
+    store = TieredStore([tier], StoreConfig(tiers=settings), IDENTITY)
+    await store.open()
+    r = Rig(store, [FaultyTier(tier)])
+    there = [name for name in range(24) if key(name)[0] % 2 == 0]
+    away = [name for name in range(24) if key(name)[0] % 2 == 1]
+    try:
+        await r.saved(*away[:6])
+        await r.saved(*there)
+        assert len(tier.values) == len(there)
+        for _ in range(5):
+            assert await r.found(*away) == []
+        assert list(await r.load(*there)) == there
+        [slot] = store.slots
+        assert slot.readable and slot.writes.times_opened == 0 and not tier.stats().reachable
+    finally:
+        await store.close(r.soon)

@@ -176,6 +176,16 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class SeveralServers(Protocol):
+    """Optional, for tiers of several servers: one that is away does not stop what the others hold from being served."""
+
+    @property
+    def partly_away(self) -> bool:
+        """Some servers answer and some do not. Cheap, no I/O."""
+        ...
+
+
+@runtime_checkable
 class EvictionNotices(Protocol):
     """Optional, for tiers that drop values by themselves: the store tells the engines' local indexes with it."""
 

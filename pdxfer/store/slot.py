@@ -14,7 +14,17 @@ from msgspec import structs
 
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import Clock
-from pdxfer.store.base import KEY_BYTES, Buffer, Entry, EvictionNotices, Lease, Outcome, Reservation, Tier
+from pdxfer.store.base import (
+    KEY_BYTES,
+    Buffer,
+    Entry,
+    EvictionNotices,
+    Lease,
+    Outcome,
+    Reservation,
+    SeveralServers,
+    Tier,
+)
 from pdxfer.store.dram import DramTier
 from pdxfer.store.policy import PATIENCE_S, Breaker, BreakerState, SecondSight
 from pdxfer.store.shadow import Shadow, ShadowLease
@@ -66,6 +76,7 @@ class TierSlot:
         self._shared_dram = tier if isinstance(tier, SharedDramTier) else None
         """Its calls end by themselves, at their deadline."""
         self._notices = tier if isinstance(tier, EvictionNotices) else None
+        self._servers = tier if isinstance(tier, SeveralServers) else None
         self._clock = clock
         self.reads, self.writes = Breaker(), Breaker()
         self._strays: set[asyncio.Future[Any]] = set()
@@ -268,8 +279,11 @@ class TierSlot:
 
     def _judged(self, result: T | None, breaker: Breaker, patient: bool = False) -> T | None:
         """The result, after the breaker has heard of it. `patient`: the call had time enough, LATE is the tier's."""
-        late = patient and result is Outcome.LATE
-        if late or result is Outcome.FAILED or not self._reachable():
+        bad = result is Outcome.FAILED or (patient and result is Outcome.LATE)
+        others_serve = self._servers is not None and self._servers.partly_away
+        if bad and others_serve:  # it may be of the server that is away
+            return result
+        if bad or not (others_serve or self._reachable()):
             self._failed(breaker, "its server or medium does not answer")
         else:
             breaker.succeeded()

@@ -182,9 +182,13 @@ class RemoteTier:
 
     def stats(self) -> TierStats:
         """What we did; what the servers hold is theirs to tell."""
-        servers = list(self.servers())
-        reachable = bool(servers) and all(server.up for server in servers)
-        return self._counters.stats(self.kind, reachable=reachable and not self._closed)
+        up = [server.up for server in self.servers()]
+        return self._counters.stats(self.kind, reachable=bool(up) and all(up) and not self._closed)
+
+    @property
+    def partly_away(self) -> bool:
+        """See base.SeveralServers."""
+        return len({server.up for server in self.servers()}) > 1
 
     async def close(self) -> None:
         """Calls in progress fail."""
