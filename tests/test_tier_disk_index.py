@@ -1,5 +1,6 @@
 """The index of local tiers: what is too old is not shown, and all of that goes, in whatever order it came."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,3 +61,24 @@ def test_a_page_of_a_listing_is_full_unless_it_is_the_last_one() -> None:
     assert [entry.key for entry in values.scan(b"", 2, 1000.0)] == sorted(KEYS)[3:5]
     assert [entry.key for entry in values.scan(sorted(KEYS)[4], 2, 1000.0)] == sorted(KEYS)[5:]
     assert not values.scan(KEYS[0], 2, 2000.0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+def test_other_threads_may_ask_how_much_is_pinned(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While values are pinned; and asking ends no pin."""
+    values, wall = index(), 1000.0
+    records = [Record(key=key, num_bytes=4096, created_wall=wall) for key in KEYS]
+    for record in records:
+        values.add(record)
+    for record in records[:3]:
+        assert values.pin(record, wall + 10, wall)
+    room_of = values.room_of
+
+    def meanwhile(num_bytes: int) -> int:
+        monkeypatch.setattr(values, "room_of", room_of)
+        assert values.pin(records[3], FOREVER, wall)
+        return room_of(num_bytes)
+
+    monkeypatch.setattr(values, "room_of", meanwhile)
+    assert values.pinned_bytes(wall + seconds) == (3 * 4096 if not seconds else 0)
+    assert all(record.pin_until for record in records[:3])

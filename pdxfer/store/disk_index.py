@@ -81,6 +81,8 @@ class Index:
         """When each was made, and its key, in this order (the wall clock may step back); with a ttl only."""
         self._pinned: dict[bytes, Record] = {}
         """Known neither to the policy nor to the ages."""
+        self._pinned_room = 0
+        """Of all in `_pinned`."""
         self._next_unpin = FOREVER
         self._tenants: dict[str, int] = {}
 
@@ -121,7 +123,7 @@ class Index:
         del self._values[record.key]
         record.dead = True
         self._unrank(record)
-        self._pinned.pop(record.key, None)
+        self._let_go(record)
 
     def used(self, record: Record) -> None:
         """It was read."""
@@ -150,14 +152,15 @@ class Index:
     # -- pins and quotas ----------------------------------------------------------------------------------------------
 
     def pinned_bytes(self, wall: float) -> int:
-        """Room of the values that are pinned now."""
-        self._end_pins(wall)
-        return sum(self.room_of(record.num_bytes) for record in self._pinned.values())
+        """Room of the values that are pinned now. Changes nothing; any thread."""
+        if wall < self._next_unpin:
+            return self._pinned_room
+        return sum(self.room_of(record.num_bytes) for record in list(self._pinned.values()) if record.pin_until > wall)
 
     def pin(self, record: Record, until: float, wall: float) -> bool:
         """Whether the quota allows it; a later call replaces the time."""
-        pinned = self.pinned_bytes(wall)
-        if record.key not in self._pinned and pinned + self.room_of(record.num_bytes) > self._pin_bytes:
+        self._end_pins(wall)
+        if record.key not in self._pinned and self._pinned_room + self.room_of(record.num_bytes) > self._pin_bytes:
             return False
         record.pin_until = until
         self._unrank(record)
@@ -167,7 +170,7 @@ class Index:
     def unpin(self, record: Record) -> None:
         """It may go again."""
         record.pin_until = 0.0
-        if self._pinned.pop(record.key, None) is not None:
+        if self._let_go(record):
             self._rank(record)
 
     def over_quota(self, tenant: str, num_bytes: int) -> bool:
@@ -212,8 +215,17 @@ class Index:
             del self._ages[place]
 
     def _keep(self, record: Record) -> None:
-        self._pinned[record.key] = record
+        if record.key not in self._pinned:
+            self._pinned[record.key] = record
+            self._pinned_room += self.room_of(record.num_bytes)
         self._next_unpin = min(self._next_unpin, record.pin_until)
+
+    def _let_go(self, record: Record) -> bool:
+        """Whether it was pinned."""
+        if self._pinned.pop(record.key, None) is None:
+            return False
+        self._pinned_room -= self.room_of(record.num_bytes)
+        return True
 
     def _end_pins(self, wall: float) -> None:
         """Pins whose time is over."""

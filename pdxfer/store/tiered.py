@@ -224,7 +224,7 @@ class TieredStore:
             staged_bytes=self.writer.staged_bytes,
             dirty_chunks=self.writer.num_dirty,
             loads=self._loads,
-            counts={**self.reader.counts, **{f"saves_{k}": v for k, v in self.writer.counts.items()}},
+            counts={**self.reader.counts, **{f"saves_{k}": v for k, v in dict(self.writer.counts).items()}},
         )
 
     async def tick(self) -> None:
