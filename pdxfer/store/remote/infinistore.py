@@ -9,6 +9,7 @@ nor "only if absent". Reading an absent key hangs its client (0.2.35), so existe
 import importlib
 import secrets
 import struct
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -53,6 +54,7 @@ class InfiniStoreTier(RemoteTier):
         self._address = self.url.addresses[0]
         self._library = _load()
         self._locks = KeyLocks()
+        self._connecting = threading.Lock()
         self._server = self.server(f"infinistore {self._address}", self._session)
 
     def servers(self) -> Iterable[Server]:
@@ -64,13 +66,22 @@ class InfiniStoreTier(RemoteTier):
         return self._server
 
     def _session(self, end: float) -> "InfiniStoreSession":
-        return InfiniStoreSession(self._library, self._address, self._prefix, self._locks, end)
+        return InfiniStoreSession(self._library, self._address, self._prefix, self._locks, self._connecting, end)
 
 
 class InfiniStoreSession:
     """Implements Session."""
 
-    def __init__(self, library: Any, address: Address, prefix: str, locks: KeyLocks, end: float) -> None:
+    def __init__(
+        self,
+        library: Any,
+        address: Address,
+        prefix: str,
+        locks: KeyLocks,
+        connecting: threading.Lock,
+        end: float,
+    ) -> None:
+        """`connecting`: sys.stdout is the process's, so one thread at a time takes it away and gives it back."""
         self._prefix, self._locks = prefix, locks
         Stream(address, end).close()  # its own connect has no deadline
         config = library.ClientConfig(
@@ -80,11 +91,15 @@ class InfiniStoreSession:
             log_level="error",
         )
         self._connection = library.InfinityConnection(config)
+        if not connecting.acquire(timeout=remaining(end)):
+            raise ServerError(Reason.TIMEOUT, f"InfiniStore at {address}: another connection is being made")
         try:
             with redirect_stdout(StringIO()):  # it prints
                 self._connection.connect()
         except Exception as error:  # the library raises nothing narrower
             raise ServerError(Reason.UNREACHABLE, f"InfiniStore at {address}: {error}") from error
+        finally:
+            connecting.release()
 
     def ping(self, end: float) -> None:
         """Ask for anything."""
