@@ -101,11 +101,11 @@ class LmdbMedium(PagedMedium):
             self._env = None
 
     def _put(self, record: Record, view: memoryview) -> None:
-        try:
-            self._put_once(record, view)
-        except lmdb.MapFullError:
-            self._age()
-            with _translated(self._path):
+        with _translated(self._path):
+            try:
+                self._put_once(record, view)
+            except lmdb.MapFullError:
+                self._age()
                 self._put_once(record, view)
 
     def _put_once(self, record: Record, view: memoryview) -> None:
