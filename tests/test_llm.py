@@ -1,13 +1,26 @@
 """pdxfer.LLM: what `cache` becomes, what is refused, and that naming the package costs nothing."""
 
+import asyncio
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pdxfer.config.load import load_config
 from pdxfer.config.offline import store_settings, transfer_config
+from pdxfer.config.store import StoreConfig, TierConfig
+from pdxfer.connector import rpc
+from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ConfigError
+from pdxfer.node.store_side import StoreSettings, _own
+from pdxfer.store.chunk import NewChunk
+from pdxfer.store.disk_options import read_options
+from pdxfer.store.open import open_tiers
+from pdxfer.store.runtime import StoreThread
+from pdxfer.store.tiered import TieredStore
+from pdxfer.testing.tier_kit import key_of
 
 
 def test_importing_the_package_imports_neither_torch_nor_vllm() -> None:
@@ -31,6 +44,36 @@ def test_nothing_said_keeps_kv_in_memory() -> None:
 def test_without_memory_only_the_disk() -> None:
     config = load_config([], store_settings({"local_cpu": False, "local_disk": "/d", "max_local_disk_size": 3}))
     assert [(tier.url, tier.capacity_gib) for tier in config.store.tiers] == [("file:///d", 3.0)]
+
+
+async def test_get_brings_more_chunks_than_a_tier_has_buffers_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is given back before the next one is read."""
+    tier = TierConfig(url=f"file://{tmp_path}/kv?buffers_mib=1", capacity_gib=0.05, get_timeout_s=0.2)
+    config = StoreConfig(tiers=[tier])
+
+    async def make() -> TieredStore:
+        return TieredStore(await open_tiers(config, SYSTEM_CLOCK), config, bytes(16))
+
+    thread = StoreThread(make)
+    thread.start(20)
+    keys, size = [key_of(number) for number in range(6)], 300 << 10
+
+    async def save(store: TieredStore) -> None:
+        for key in keys:
+            chunk = NewChunk(key=key, num_tokens=16, parts=[key[:1] * size])
+            await store.save(chunk, store.clock.now() + 20)
+            await store.writer.quiet(store.clock.now() + 20)
+
+    node = SimpleNamespace(store=SimpleNamespace(thread=thread), chunk_keys=lambda args: keys)
+    monkeypatch.setattr(rpc, "_node", lambda: node)
+    try:
+        await asyncio.wrap_future(thread.submit(save))
+        got = await asyncio.to_thread(rpc.StoreRpc().pdxfer_get, [], "", 1)
+        assert got == [key[:1] * size for key in keys[1:]]
+    finally:
+        await asyncio.to_thread(thread.close, 1)
 
 
 def test_the_connector_is_ours_and_failures_are_recomputed() -> None:
