@@ -46,6 +46,16 @@ def test_without_memory_only_the_disk() -> None:
     assert [(tier.url, tier.capacity_gib) for tier in config.store.tiers] == [("file:///d", 3.0)]
 
 
+@pytest.mark.parametrize("name", ["a,b", "50%41", "what?", "k#v", "with blank"])
+def test_a_directory_may_have_any_name(name: str) -> None:
+    """It is not read as a URL."""
+    config = load_config([], store_settings({"local_disk": f"/kv/{name}"}))
+    options = read_options(config.store.tiers[1])
+    assert options.directories == (f"/kv/{name}",)
+    own = _own(StoreSettings(config=config.store, identity={}, subdirectory="rank1", shares=2))
+    assert read_options(own.tiers[1]).directories == (f"/kv/{name}/rank1",)
+
+
 async def test_get_brings_more_chunks_than_a_tier_has_buffers_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -64,7 +65,7 @@ def _tiers(cache: dict[str, Any]) -> list[dict[str, Any]]:
     if cache.get("local_disk"):
         size = float(cache.get("max_local_disk_size", 0.0))
         directory = Path(cache["local_disk"]).expanduser().absolute()
-        tiers.append({"url": f"file://{directory}", "capacity_gib": size, "codec": codec})
+        tiers.append({"url": f"file://{quote(str(directory))}", "capacity_gib": size, "codec": codec})
     remote = cache.get("remote_url") or []
     tiers += [{"url": str(url), "codec": codec} for url in ([remote] if isinstance(remote, str) else remote)]
     return tiers
