@@ -1,8 +1,9 @@
 """One rank's store side: blocks → tiers → other blocks, every plan and every load answered exactly once."""
 
+import asyncio
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,14 @@ from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ConfigError
 from pdxfer.kv.chunks import chunk_keys, identity_digest
+from pdxfer.memory.limits import default_capacity_bytes
 from pdxfer.node.plan import SavePlan
 from pdxfer.node.store_blocks import HostBlocks
-from pdxfer.node.store_side import StoreSettings, StoreSide
+from pdxfer.node.store_side import StoreSettings, StoreSide, _own
+from pdxfer.store.base import Entry
+from pdxfer.store.disk_options import DEFAULT_CAPACITY_BYTES, GIB
+from pdxfer.store.remote.nixl_options import read_nixl_options
+from pdxfer.store.tiered import TieredStore
 from pdxfer.testing.fake_kv import FakeCache
 from pdxfer.wire.halves import ToScheduler
 from pdxfer.wire.store_facts import Find, Found, Held, Load, Loaded, Prefetch, Saved, StoreCounts, Unload
@@ -223,3 +229,25 @@ def test_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
         Rank(*tiers, subdirectory="rank0")
     for rank in ranks:
         rank.side.close()
+
+
+def test_ranks_share_what_a_tier_takes_where_nobody_said_how_much() -> None:
+    """A quarter of the memory is for all of them."""
+    tiers = [TierConfig(url=url) for url in ("dram:", "file:///kv", "redis://h")]
+    own = _own(StoreSettings(config=StoreConfig(tiers=tiers), identity=IDENTITY, subdirectory="rank0", shares=8))
+    memory, disk, server = (int(tier.capacity_gib * GIB) for tier in own.tiers)
+    assert memory == default_capacity_bytes() // 8 and disk == DEFAULT_CAPACITY_BYTES // 8 and server == 0
+    alone = _own(StoreSettings(config=StoreConfig(tiers=tiers), identity=IDENTITY))
+    assert [tier.capacity_gib for tier in alone.tiers] == [0, 0, 0]
+
+
+def test_ranks_have_nixl_directories_of_their_own() -> None:
+    """Of each of these one process may use a directory."""
+    tiers = [
+        TierConfig(url="nixl-posix:///kv?durable=true"),
+        TierConfig(url="nixl-obj://bucket/p?index=/kv/&region=r"),
+        TierConfig(url="nixl-obj://bucket/p", options={"index": "/kv"}),
+    ]
+    own = _own(StoreSettings(config=StoreConfig(tiers=tiers), identity=IDENTITY, subdirectory="rank1", shares=2))
+    assert [read_nixl_options(tier).directory for tier in own.tiers] == ["/kv/rank1"] * 3
+    assert read_nixl_options(own.tiers[0]).durable and own.tiers[1].url.endswith("&region=r")

@@ -266,8 +266,14 @@ def test_a_worker_gives_its_store_form_and_tables(tmp_path: Path) -> None:
         store=store,
         codec=CodecConfig(tables_dir=str(tmp_path)),
     )
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1, data_parallel_index=0))
     half = WorkerHalf(settings, config, SimpleNamespace(), 0)  # type: ignore[arg-type]
     made = half._store_settings({"weights": "ab12", "packing": ISA}, layers[0], layout)
     assert made.dtype == DTYPE and made.form is not None and made.form.spec(TOKENS, 0).shape == SHAPE
     assert made.codecs is not None and not made.codecs.get("klt").opaque
+    directories = [made.subdirectory]
+    for world_size, index in ((1, 1), (2, 0), (2, 3)):
+        config.parallel_config = SimpleNamespace(world_size=world_size, data_parallel_index=index)
+        made = half._store_settings({"weights": "ab12", "packing": ISA}, layers[0], layout)
+        directories.append(made.subdirectory)
+    assert directories == ["", "dp1", "rank0", "dp3-rank0"], "one process at a time may use a disk tier's directory"

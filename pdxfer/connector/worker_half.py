@@ -85,8 +85,10 @@ class WorkerHalf:
         return kinds
 
     def _store_settings(self, marks: dict[str, str], cache: torch.Tensor, layout: KvLayout) -> StoreSettings:
-        settings, world_size = self._settings, self._config.parallel_config.world_size
+        settings, parallel = self._settings, self._config.parallel_config
+        world_size = parallel.world_size
         parts = [settings.engine_id] if settings.role != "both" else []
+        parts += [f"dp{parallel.data_parallel_index}"] if parallel.data_parallel_index else []
         parts += [f"rank{self._rank}"] if world_size > 1 else []
         return StoreSettings(
             config=settings.store,

@@ -5,6 +5,7 @@ engine's start with what to change.
 """
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pdxfer.codec.registry import Codecs
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import Clock
 from pdxfer.kv.chunks import identity_digest
+from pdxfer.memory.limits import default_capacity_bytes
 from pdxfer.node.loader import Loader
 from pdxfer.node.lookup import Lookup
 from pdxfer.node.outgoing import Ready
@@ -22,8 +24,9 @@ from pdxfer.node.peering import Peering
 from pdxfer.node.plan import SavePlan
 from pdxfer.node.saver import Saver
 from pdxfer.node.store_blocks import Blocks
+from pdxfer.store.disk_options import DEFAULT_CAPACITY_BYTES
 from pdxfer.store.events import Batch
-from pdxfer.store.open import open_tiers
+from pdxfer.store.open import GIB, open_tiers
 from pdxfer.store.runtime import StoreThread
 from pdxfer.store.tiered import TieredStore
 from pdxfer.store.transcode import ChunkForm
@@ -37,8 +40,10 @@ OPEN_TIMEOUT_S = 120.0
 """A large disk index takes a while to read; no tier takes this long."""
 CLOSE_S = 3.0
 """vLLM kills a worker that takes longer than 5 s to leave."""
-OWN_DIRECTORY = ("file", "disk", "lmdb", "sqlite")
+OWN_DIRECTORY = ("file", "disk", "lmdb", "sqlite", "nixl-posix", "nixl-gds", "nixl-gds-mt")
 """Tiers of which one process at a time may use a directory."""
+OWN_INDEX = "nixl-obj"
+"""This one's directory is its setting `index`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +188,27 @@ def _own(settings: StoreSettings) -> StoreConfig:
 
 def _own_tier(tier: TierConfig, settings: StoreSettings) -> TierConfig:
     scheme, _, rest = tier.url.partition(":")
-    url = tier.url
+    url, options = tier.url, tier.options
+    if settings.subdirectory and scheme == OWN_INDEX:
+        below = f"/{settings.subdirectory}"
+        url = re.sub(r"(?<=[?&]index=)[^&]+", lambda found: found[0].rstrip("/") + below, url)
+        if "index" in options:
+            options = {**options, "index": options["index"].rstrip("/") + below}
     if settings.subdirectory and scheme in OWN_DIRECTORY:
         path, mark, query = rest.partition("?")
         own = ",".join(one.rstrip("/") + _below(scheme, settings.subdirectory) for one in path.split(","))
         url = f"{scheme}:{own}{mark}{query}"
-    return msgspec.structs.replace(tier, url=url, capacity_gib=tier.capacity_gib / settings.shares)
+    capacity = _share_gib(tier, scheme, settings.shares)
+    return msgspec.structs.replace(tier, url=url, options=options, capacity_gib=capacity)
+
+
+def _share_gib(tier: TierConfig, scheme: str, shares: int) -> float:
+    """Of the capacity; also where nobody said one: each rank would take all that is meant for the host."""
+    if shares == 1 or tier.capacity_gib:
+        return tier.capacity_gib / shares
+    if scheme == "dram":
+        return default_capacity_bytes() / GIB / shares
+    return DEFAULT_CAPACITY_BYTES / GIB / shares if scheme in (*OWN_DIRECTORY, OWN_INDEX) else 0.0
 
 
 def _below(scheme: str, name: str) -> str:
