@@ -251,3 +251,34 @@ def test_ranks_have_nixl_directories_of_their_own() -> None:
     own = _own(StoreSettings(config=StoreConfig(tiers=tiers), identity=IDENTITY, subdirectory="rank1", shares=2))
     assert [read_nixl_options(tier).directory for tier in own.tiers] == ["/kv/rank1"] * 3
     assert read_nixl_options(own.tiers[0]).durable and own.tiers[1].url.endswith("&region=r")
+
+
+def test_a_prefetch_that_is_called_off_at_once_is_not_begun(rank: Rank) -> None:
+    """Both words come before the store's thread gets to the first."""
+    held, free = threading.Event(), threading.Event()
+
+    def busy(store: TieredStore) -> None:
+        held.set()
+        free.wait(SLOW)
+
+    rank.side.thread.call_soon(busy)
+    assert held.wait(SLOW)
+    rank.side.on_half(Prefetch(find_id="p", keys=[bytes(32)]))
+    rank.side.on_half(Prefetch(find_id="p", keys=[], on=False))
+    front = rank.side.thread.store.slots[0].tier
+    calls: list[int] = []
+    lookup = front.lookup
+
+    async def looked(keys: Sequence[bytes], deadline: float) -> list[Entry | None]:
+        calls.append(1)
+        return await lookup(keys, deadline)
+
+    front.lookup = looked  # type: ignore[method-assign]
+    free.set()
+
+    async def turns(store: TieredStore) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    rank.side.thread.submit(turns).result(SLOW)
+    assert not calls

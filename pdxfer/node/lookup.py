@@ -27,10 +27,14 @@ class Lookup:
     def prefetch(self, prefetch: Prefetch) -> None:
         """Bring chunks into memory, or stop bringing them."""
         if not prefetch.on:
-            self._thread.call_soon(lambda store: store.cancel_prefetch(prefetch.find_id))
+            self._thread.submit(lambda store: self._cancel(store, prefetch.find_id))
             return
         deadline = self._clock.now() + PREFETCH_TIMEOUT_S
         self._thread.submit(lambda store: store.prefetch(prefetch.keys, prefetch.find_id, deadline))
+
+    async def _cancel(self, store: TieredStore, find_id: str) -> None:
+        """A task, as what it ends: so it comes after that one has begun."""
+        store.cancel_prefetch(find_id)
 
     async def _find(self, store: TieredStore, find: Find) -> None:
         num_keys = 0
