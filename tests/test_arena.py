@@ -146,8 +146,11 @@ def test_another_process_sees_the_same_bytes_by_fd() -> None:
     assert bytes(segment.view[:4]) == b"pong"
     with pytest.raises(OSError):
         os.ftruncate(fd, MIB)
+    taken = os.dup(fd)
     with pytest.raises(ConfigError, match="not the same segment"):
-        Segment.attach(fd, MIB)
+        Segment.attach(taken, MIB)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(taken)
     segment.close()
 
 

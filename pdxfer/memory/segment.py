@@ -71,10 +71,15 @@ class Segment:
     @classmethod
     def attach(cls, fd: int, num_bytes: int) -> Self:
         """Map what another process shares. Takes the fd over."""
-        size = os.fstat(fd).st_size
-        if size != num_bytes:
-            raise ConfigError(f"shared segment has {size} bytes, its owner said {num_bytes}: not the same segment")
-        return cls(_mapped(fd, num_bytes, mmap.MAP_SHARED), fd, "small")
+        try:
+            size = os.fstat(fd).st_size
+            if size != num_bytes:
+                raise ConfigError(f"shared segment has {size} bytes, its owner said {num_bytes}: not the same segment")
+            mapping = _mapped(fd, num_bytes, mmap.MAP_SHARED)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(mapping, fd, "small")
 
     @classmethod
     def _memfd(cls, size: int, name: str, flags: int, pages: Pages) -> Self:
