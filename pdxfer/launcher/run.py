@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -38,7 +38,8 @@ class Console:
         prefix = f"{name.ljust(self._width)} |"
         if name in self._colours:
             prefix = f"\x1b[{self._colours[name]}m{prefix}\x1b[0m"
-        print(prefix, text, file=self._stream, flush=True)
+        with suppress(OSError):  # who read the log has left, or its disk is full: the processes serve on
+            print(prefix, text, file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         self.line("pdxfer", text)
@@ -81,7 +82,8 @@ async def run_plan(
             task.cancel()
         await asyncio.gather(work, stop, return_exceptions=True)
         await supervisor.stop()
-        console.note("all processes have left")
+        if supervisor.has_started:
+            console.note("all processes have left")
     if forced.is_set():
         raise CutOffError("a second signal came while processes were draining: those that still ran were killed")
 

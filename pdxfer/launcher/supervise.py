@@ -61,6 +61,11 @@ class Supervisor:
         return f"<Supervisor {' '.join(f'{keeper.spec.name}={keeper.state}' for keeper in self._keepers)}>"
 
     @property
+    def has_started(self) -> bool:
+        """Whether anything was: not if a port is taken."""
+        return bool(self._tasks)
+
+    @property
     def waiting_for(self) -> dict[str, str]:
         """Processes that are not ready → why."""
         return {keeper.spec.name: keeper.reason for keeper in self._keepers if not keeper.is_ready}

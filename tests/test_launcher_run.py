@@ -1,0 +1,59 @@
+"""Running a plan: what is printed, and signals that are obeyed even if nobody reads it."""
+
+import asyncio
+import io
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdxfer.launcher.errors import LaunchError
+from pdxfer.launcher.run import run_plan
+from pdxfer.launcher.spec import PortUse, ProcessSpec
+
+SERVER = """
+import socket, sys, time
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+time.sleep(60)
+"""
+
+
+def spec(folder: Path) -> ProcessSpec:
+    path = str(folder / "s")
+    return ProcessSpec(
+        name="a", argv=(sys.executable, "-c", SERVER, path), ready_url=f"unix:{path}", ready_timeout_s=30
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_log_that_nobody_reads_any_more_keeps_no_signal_from_ending_the_launch(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As with `pdxfer launch ... 2>&1 | tee log` and Ctrl-C, which ends tee first."""
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+
+    def interrupt() -> None:
+        os.close(reader)
+        os.kill(os.getpid(), number)
+
+    async with asyncio.timeout(30):
+        await run_plan([spec(tmp_path)], os.environ, stream, 0, interrupt)
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+async def test_a_taken_port_is_said_once(tmp_path: Path) -> None:
+    """Nothing was started, so nothing has left."""
+    out = io.StringIO()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        use = PortUse(host="127.0.0.1", port=taken.getsockname()[1], key="proxy.port")
+        with pytest.raises(LaunchError, match="a cannot listen on .*the port is taken by"):
+            await run_plan([replace(spec(tmp_path), ports=(use,))], os.environ, out, 0, lambda: None)
+    assert out.getvalue() == ""
