@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -43,7 +43,7 @@ class ControllerClient:
     """One controller."""
 
     def __init__(self, url: str, token: str = "", timeout_s: float = 5.0) -> None:
-        self._url = url.rstrip("/")
+        self._url = _checked(url).rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         self._pause = threading.Event()
@@ -78,16 +78,18 @@ class ControllerClient:
 
     def follow_events(self, since: int = 0) -> Iterator[EventRecord]:
         """Events after number `since` as they come, without end; a lost connection is made again."""
-        last, was_heard = since, False
+        last, was_open = since, False
         while True:
             try:
                 for event in self._event_stream(last):
-                    last, was_heard = event.number, True
-                    yield event
+                    was_open = True
+                    if event is not None:
+                        last = event.number
+                        yield event
             except UnreachableError:
-                if not was_heard:
+                if not was_open:
                     raise
-                self._pause.wait(_RECONNECT_S)
+            self._pause.wait(_RECONNECT_S)
 
     # ---- changing --------------------------------------------------------------------------------------------
 
@@ -172,11 +174,15 @@ class ControllerClient:
 
     # ---- inside ----------------------------------------------------------------------------------------------
 
-    def _event_stream(self, since: int) -> Iterator[EventRecord]:
+    def _event_stream(self, since: int) -> Iterator[EventRecord | None]:
+        """None once the stream is open, then events until it ends."""
         headers = {**self._headers, "Accept": "text/event-stream", "Last-Event-ID": str(since)}
         request = urllib.request.Request(f"{self._url}/v1/events?since={since}", headers=headers)
         try:
             with self._opener.open(request, timeout=_STREAM_SILENCE_S) as stream:
+                if stream.headers.get_content_type() != "text/event-stream":
+                    raise PdxferError(f"{request.full_url} is no pdxfer controller of this release: it sends no events")
+                yield None
                 for line in stream:
                     if line.startswith(b'data: {"number"'):
                         yield msgspec.json.decode(line[6:], type=EventRecord)
@@ -205,18 +211,29 @@ class ControllerClient:
                 status, content = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             status, content = error.code, error.read()
-        except (OSError, ValueError) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
         if status not in allowed:
             raise _refusal(self._url + path, status, content)
         return _decode(self._url + path, content, kind, field)
 
     def _unreachable(self, error: Exception) -> UnreachableError:
-        reason = getattr(error, "reason", error)
+        reason = str(getattr(error, "reason", error)).strip() or type(error).__name__
         return UnreachableError(
             f"the controller at {self._url} does not answer ({reason}); is the router running there? "
             "Set controller.port and network.bind, or give --url"
         )
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:  # a port that is no number
+        is_url = None
+    if not is_url or " " in url:
+        raise ConfigError(f"{url!r} is no address of a controller: write it as http://HOST:PORT")
+    return url
 
 
 def _node(engine_id: str, what: str) -> str:
