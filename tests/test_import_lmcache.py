@@ -8,6 +8,7 @@ import yaml
 from pdxfer.cli import main
 from pdxfer.config.lmcache import convert, read
 from pdxfer.config.load import load
+from pdxfer.core.errors import ConfigError
 
 EXAMPLE = """
 chunk_size: 512
@@ -121,3 +122,38 @@ def test_the_command_prints_a_file_that_our_loader_takes(
     assert main.run(["config", "import-lmcache", str(theirs)]) == 2
     theirs.write_text("[1]")
     assert main.run(["config", "import-lmcache", str(theirs)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("chunk_size: abc", "chunk_size is 'abc': expected a number"),
+        ("chunk_size: .inf", "chunk_size is inf: expected a number"),
+        ("max_local_cpu_size: 5GB", "max_local_cpu_size is '5GB': expected a number"),
+        ("{local_disk: /d, max_local_disk_size: [1]}", r"max_local_disk_size is \[1\]: expected a number"),
+        ("blocking_timeout_secs: soon", "blocking_timeout_secs is 'soon': expected a number"),
+        ("save_decode_cache: maybe", "save_decode_cache is 'maybe': expected true or false"),
+        ("remote_url: 'redis://[x'", "remote_url is no URL"),
+    ],
+)
+def test_a_value_that_is_none_names_its_key(text: str, error: str) -> None:
+    """One line instead of a traceback."""
+    with pytest.raises(ConfigError, match=error):
+        convert(read(text, "f", {}))
+
+
+def test_text_can_be_a_truth_and_nothing_is_the_default() -> None:
+    """`"false"` in quotes is false, as LMCache reads it; a key without a value was not given."""
+    out = convert(read('{local_cpu: "false", local_disk: /d, save_decode_cache: "no"}', "f", {}))
+    assert out.tree["store"]["tiers"] == [{"url": "file:///d", "capacity_gib": 0.0, "eviction": "lru"}]
+    assert out.tree["store"]["save_decoded"] is False
+    out = convert(read("{local_cpu: , max_local_cpu_size: , cache_policy: }", "f", {}))
+    assert out.tree["store"]["tiers"] == [{"url": "dram:", "capacity_gib": 5.0, "eviction": "lru"}]
+    assert out.notes == []
+
+
+def test_a_file_that_is_no_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one that is not there."""
+    (tmp_path / "f").write_bytes(b"\xff\xfe")
+    assert main.run(["config", "import-lmcache", str(tmp_path / "f")]) == 2
+    assert capsys.readouterr().err.endswith("it is no text; name LMCache's YAML file\n")

@@ -6,6 +6,7 @@ or without counterpart, with what to do. Keys as of LMCache 0.5.6; its GB are Gi
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite, nan
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -95,11 +96,12 @@ def read(text: str, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def convert(settings: Mapping[str, Any]) -> Converted:
     """What these settings of LMCache are here."""
+    settings = {key: value for key, value in settings.items() if value is not None}
     out = Converted()
     out.set("store", "enabled", True)
     out.set("store", "tiers", _tiers(settings, out))
     for key, value in settings.items():
-        if key in PLACES or value is None:
+        if key in PLACES:
             continue
         if key in RULES:
             RULES[key](out, value)
@@ -116,17 +118,17 @@ def convert(settings: Mapping[str, Any]) -> Converted:
 def _tiers(settings: Mapping[str, Any], out: Converted) -> list[dict[str, Any]]:
     policy = POLICIES.get(str(settings.get("cache_policy", "LRU")).upper())
     tiers: list[dict[str, Any]] = []
-    if settings.get("local_cpu", True):
-        size = float(settings.get("max_local_cpu_size", DEFAULT_CPU_GIB))
+    if _truth("local_cpu", settings.get("local_cpu", True)):
+        size = _number("max_local_cpu_size", settings.get("max_local_cpu_size", DEFAULT_CPU_GIB))
         tiers.append({"url": "dram:", "capacity_gib": size} | ({"eviction": policy} if policy else {}))
     elif settings.get("max_local_cpu_size"):
         out.note("max_local_cpu_size", "without local_cpu there is no memory tier; LMCache's was a staging buffer")
     if disk := _path(settings.get("local_disk")):
-        size = float(settings.get("max_local_disk_size", 0) or 0)
+        size = _number("max_local_disk_size", settings.get("max_local_disk_size", 0) or 0)
         tiers.append({"url": f"file://{disk}", "capacity_gib": size} | ({"eviction": policy} if policy else {}))
     if gds := _path(settings.get("gds_path")):
         tiers.append({"url": f"nixl-gds://{gds}"})
-    if settings.get("enable_p2p"):
+    if _truth("enable_p2p", settings.get("enable_p2p")):
         tiers.append({"url": "peer:"})
     if remote := settings.get("remote_url"):
         tiers += _remote(str(remote), settings, out)
@@ -157,7 +159,10 @@ def _remote(url: str, settings: Mapping[str, Any], out: Converted) -> list[dict[
 
 
 def _remote_url(url: str) -> str | None:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"LMCache's remote_url is no URL: {error}") from error
     rest = url.partition("://")[2]
     match parts.scheme:
         case "redis" | "rediss" | "valkey" | "s3":
@@ -186,7 +191,7 @@ def _has_region(url: str) -> bool:
 
 
 def _chunk_size(out: Converted, value: Any) -> None:
-    size = int(value)
+    size = int(_number("chunk_size", value))
     if size % CHUNK_STEP or not CHUNK_STEP <= size <= MAX_CHUNK:
         out.note(
             "chunk_size", f"{size} is not a multiple of {CHUNK_STEP} from {CHUNK_STEP} to {MAX_CHUNK}; 256 is taken"
@@ -207,22 +212,41 @@ def _hash(out: Converted, value: Any) -> None:
         out.note("pre_caching_hash_algorithm", f"{value}: {ELSEWHERE['pre_caching_hash_algorithm']}")
 
 
-def _switch(section: str, key: str) -> Callable[[Converted, Any], None]:
-    return lambda out, value: out.set(section, key, bool(value))
+def _switch(name: str, section: str, key: str) -> Callable[[Converted, Any], None]:
+    return lambda out, value: out.set(section, key, _truth(name, value))
 
 
-def _seconds(section: str, key: str) -> Callable[[Converted, Any], None]:
-    return lambda out, value: out.set(section, key, float(value))
+def _seconds(name: str, section: str, key: str) -> Callable[[Converted, Any], None]:
+    return lambda out, value: out.set(section, key, _number(name, value))
+
+
+def _number(key: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = nan
+    if not isfinite(number):
+        raise ConfigError(f"LMCache's {key} is {value!r}: expected a number")
+    return number
+
+
+def _truth(key: str, value: Any) -> bool:
+    """Also of text, as LMCache takes it."""
+    if isinstance(value, bool | int | None):
+        return bool(value)
+    if str(value).lower() in ("true", "1", "yes", "on", "false", "0", "no", "off", ""):
+        return str(value).lower() in ("true", "1", "yes", "on")
+    raise ConfigError(f"LMCache's {key} is {value!r}: expected true or false")
 
 
 RULES: dict[str, Callable[[Converted, Any], None]] = {
     "chunk_size": _chunk_size,
     "cache_policy": _cache_policy,
     "pre_caching_hash_algorithm": _hash,
-    "save_decode_cache": _switch("store", "save_decoded"),
-    "save_unfull_chunk": _switch("store", "partial_chunks"),
-    "use_layerwise": _switch("transport", "layerwise"),
-    "blocking_timeout_secs": _seconds("store", "load_timeout_s"),
+    "save_decode_cache": _switch("save_decode_cache", "store", "save_decoded"),
+    "save_unfull_chunk": _switch("save_unfull_chunk", "store", "partial_chunks"),
+    "use_layerwise": _switch("use_layerwise", "transport", "layerwise"),
+    "blocking_timeout_secs": _seconds("blocking_timeout_secs", "store", "load_timeout_s"),
 }
 
 
