@@ -63,3 +63,13 @@ def test_the_command_prints_the_files(tmp_path: Path) -> None:
     assert result.exit_code == 0
     names = [Path(line).name for line in result.stdout.split()]
     assert names == ["server.key", "server.pub", "client.key", "client.pub"]
+
+
+def test_a_place_where_nothing_can_be_written_is_one_line(tmp_path: Path) -> None:
+    """A file where the directory should be, or a directory that is not writable."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make the directory .*/file: File exists; choose another"):
+        new_keys(tmp_path / "file")
+    (tmp_path / "server.key").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="cannot write key file .*/server.key: File exists"):
+        new_keys(tmp_path)

@@ -39,7 +39,10 @@ class ClientSecurity:
 
 def new_keys(directory: Path) -> list[Path]:
     """Write a fresh server and client pair, readable by this user only. Never overwrites."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the directory {directory}: {error.strerror}; choose another") from error
     paths = [directory / f"{name}.{kind}" for name in ("server", "client") for kind in ("key", "pub")]
     existing = [str(path) for path in paths if path.exists()]
     if existing:
@@ -76,9 +79,12 @@ def load_client_security(directory: Path) -> ClientSecurity:
 
 
 def _write(path: Path, key: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key + b"\n")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write key file {path}: {error.strerror}") from error
 
 
 def _read(path: Path) -> bytes:
