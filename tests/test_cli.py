@@ -53,6 +53,7 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
     [
         (["config", "check", "--set", "rooter.port=1"], 2, "unknown section rooter; did you mean router?"),
         (["config", "check", "--config", "cpu-1p1"], 2, "did you mean 'cpu-1p1d'"),
+        (["config", "show", "--section", "routr"], 2, "--section routr: there is none; sections are model, engine,"),
         (["launch", "--role", "all", "--model", "/nowhere/m"], 2, "model.path /nowhere/m does not exist"),
         (["launch", "--role", "router", "--", "-x"], 2, "starts no engine, but flags for vLLM are given: -x"),
         (["launch", "--role", "prefill", "oops"], 2, "flags for vLLM come after --"),

@@ -1,5 +1,6 @@
 """Config: order of sources, errors that say where, and what is shown."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import yaml
 
 from pdxfer.config import network
 from pdxfer.config.load import dump, find_config, load, packaged_configs
-from pdxfer.config.redact import REDACTED
+from pdxfer.config.redact import REDACTED, redacted
 from pdxfer.config.schema import Config, NetworkConfig, RouterConfig
 from pdxfer.config.shape import descriptions, json_schema
 from pdxfer.config.show import rows
@@ -88,6 +89,10 @@ def test_a_mistake_in_a_file_names_key_file_and_line(tmp_path: Path, text: str, 
         (["router"], {}, "write --set section.key=value"),
         (["router.prt=1"], {}, "--set router.prt: unknown key router.prt; did you mean router.port?"),
         (["topology.prefill=[{prt: 1}]"], {}, "--set topology.prefill: unknown key topology.prefill[0].prt"),
+        (["engine.env.A=1", "engine.env.A.B=2"], {}, "--set engine.env.A.B: engine.env.A is already set to one value"),
+        ([], {"PDXFER__PORT": "1"}, "PDXFER__PORT: write a setting's variable as PDXFER_SECTION__KEY"),
+        ([], {"PDXFER_PORT__": "1"}, "PDXFER_PORT__: write a setting's variable as PDXFER_SECTION__KEY"),
+        ([], {"PDXFER_ROUTER__PORT": ""}, "PDXFER_ROUTER__PORT: router.port: expected int, got null"),
         ([], {"PDXFER_ROUTR__PORT": "1"}, "PDXFER_ROUTR__PORT: unknown section routr; did you mean router?"),
         (
             [],
@@ -137,6 +142,37 @@ def test_secrets_are_not_shown() -> None:
     shown = {row.key: row.value for row in rows(loaded)}
     assert shown["proxy.api_keys"] == REDACTED
     assert shown["engine.env"] == {"HF_TOKEN": REDACTED, "A": "b"}
+
+
+@pytest.mark.parametrize(
+    ("sets", "env", "origin"),
+    [
+        (["proxy.api_keys.s3cret=me"], {}, "--set proxy.api_keys.***"),
+        ([], {"PDXFER_PROXY__API_KEYS__s3cret": "me"}, "PDXFER_PROXY__API_KEYS__***"),
+    ],
+)
+def test_a_secret_in_a_key_is_not_shown_as_an_origin(sets: list[str], env: dict[str, str], origin: str) -> None:
+    """API keys are keys of the mapping; nor do errors show them."""
+    shown = {row.key: row.origin for row in rows(load([], sets, env))}
+    assert shown["proxy.api_keys"] == origin
+    with pytest.raises(ConfigError, match=re.escape("--set proxy.api_keys.***: ")) as caught:
+        load([], ["proxy.api_keys.s3cret=me", "proxy.api_keys.s3cret.x=me"], {})
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("redis://u:p@ss@h:6379/0", "redis://***@h:6379/0"),
+        ("http://h:1/path@x", "http://h:1/path@x"),
+        (["--api-key", "s3cret", "-x"], ["--api-key", REDACTED, "-x"]),
+        (["--hf-token=s3cret", "--tokenizer", "t"], [f"--hf-token={REDACTED}", "--tokenizer", "t"]),
+        (["--max-num-batched-tokens", "5"], ["--max-num-batched-tokens", "5"]),
+    ],
+)
+def test_secrets_in_urls_and_flags_are_not_shown(value: object, shown: object) -> None:
+    """A password may hold an @; flags of vLLM may be keys."""
+    assert redacted(value) == shown
 
 
 def test_every_key_has_a_meaning_and_the_schema_accepts_the_packaged_configs() -> None:

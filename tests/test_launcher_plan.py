@@ -160,6 +160,15 @@ def test_a_token_travels_in_the_environment_and_is_not_shown() -> None:
     assert "s3cret" not in spec.shown() and "s3cret" not in " ".join(spec.argv)
 
 
+def test_secrets_in_flags_urls_and_variables_are_not_shown() -> None:
+    """Of vLLM's own flags, a tier's URL and engine.env, as --dry-run prints them."""
+    sets = ["engine.extra_args=--api-key,s3cret", "engine.env={hf_token: s3cret, http_proxy: 'http://u:s3cret@h'}"]
+    shown = by_name(plan_all(inputs(*sets)))["p0"].shown()
+    assert "s3cret" not in shown and "--api-key ***" in shown and "http_proxy='http://***@h'" in shown
+    sets = ["store.enabled=true", "store.tiers=[{url: 'redis://:s3cret@h'}]"]
+    assert "s3cret" not in by_name(plan_all(inputs(*sets, config="fake-1p1d")))["p0"].shown()
+
+
 def test_children_do_not_see_our_settings_variables() -> None:
     """They are already in the configuration file that children get."""
     (spec,) = plan_engine(inputs(), "decode")

@@ -38,11 +38,10 @@ def show(
 
     Example: pdxfer config show --config cpu-1p1d --changed
     """
-    shown = [
-        row
-        for row in rows(load_settings(config, set_))
-        if row.key.startswith(section) and not (changed and row.origin == "default")
-    ]
+    found = [row for row in rows(load_settings(config, set_)) if row.key.startswith(section)]
+    if not found:
+        raise ConfigError(f"--section {section}: there is none; sections are {', '.join(Config.__struct_fields__)}")
+    shown = [row for row in found if not (changed and row.origin == "default")]
     if as_json:
         print_json(shown)
         return
@@ -98,8 +97,9 @@ def import_lmcache(
     given = file or Path(os.environ.get("LMCACHE_CONFIG_FILE", ""))
     try:
         text = given.read_text(encoding="utf-8") if str(given) != "." else ""
-    except OSError as error:
-        raise ConfigError(f"{given}: {error.strerror}; name LMCache's YAML file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"{given}: {why}; name LMCache's YAML file") from error
     converted = lmcache.convert(lmcache.read(text, str(given), os.environ))
     try:
         msgspec.convert(converted.tree, Config)

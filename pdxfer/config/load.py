@@ -178,7 +178,7 @@ def _expected(what: str, path: KeyPath, value: object) -> str:
     text = text[0].lower() + text[1:]
     shown = repr(redacted(value))
     is_hidden = any(is_secret(shape_at(path[: length + 1])) for length in range(len(path)))
-    if is_hidden or isinstance(value, dict) or shown in text or len(shown) > 60:
+    if is_hidden or value is None or isinstance(value, dict) or shown in text or len(shown) > 60:
         return text
     return f"{text} {shown}" if ", got " in text else f"{text}, got {shown}"
 

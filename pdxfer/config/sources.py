@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from pdxfer.config.redact import REDACTED
 from pdxfer.config.shape import is_secret, shape_at
 from pdxfer.core.errors import ConfigError
 
@@ -36,7 +37,8 @@ class Source:
         for key in path[:-1]:
             below = at.setdefault(str(key), {})
             if not isinstance(below, dict):
-                raise ConfigError(f"{origin}: {display(path[:-1])} is already set to one value by the {self.name}")
+                above = ".".join(_shown(path[:-1], path[:-1]))
+                raise ConfigError(f"{origin}: {above} is already set to one value by the {self.name}")
             at = below
         at[str(path[-1])] = value
         self.origins[path] = origin
@@ -79,8 +81,11 @@ def read_env(environ: Mapping[str, str]) -> Source:
     source = Source("environment", is_text=True)
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and "__" in name:
-            section, key, *rest = name.removeprefix(ENV_PREFIX).split("__")
-            source.put((section.lower(), key.lower(), *rest), environ[name], name)
+            section, *rest = name.removeprefix(ENV_PREFIX).split("__")
+            if not rest or not all((section, *rest)):
+                raise ConfigError(f"{name}: write a setting's variable as {ENV_PREFIX}SECTION__KEY")
+            path = (section.lower(), rest[0].lower(), *rest[1:])
+            source.put(path, environ[name], ENV_PREFIX + "__".join(_shown((section, *rest), path)))
     return source
 
 
@@ -92,7 +97,7 @@ def read_sets(sets: Iterable[str]) -> Source:
         path = tuple(key.strip().split("."))
         if not equals or len(path) < 2 or not all(path):
             raise ConfigError(f"--set {text!r}: write --set section.key=value, as in --set router.port=5571")
-        source.put(path, value, f"--set {key.strip()}")
+        source.put(path, value, f"--set {'.'.join(_shown(path, path))}")
     return source
 
 
@@ -102,6 +107,14 @@ def read_flags(flags: Mapping[str, tuple[str, str]]) -> Source:
     for flag, (key, text) in flags.items():
         source.put(tuple(key.split(".")), text, flag)
     return source
+
+
+def _shown(parts: KeyPath, path: KeyPath) -> list[str]:
+    """A path as it was written, without the names below a secret key, which are secrets."""
+    for length in range(1, len(path)):
+        if is_secret(shape_at(path[:length])):
+            return [*map(str, parts[:length]), REDACTED]
+    return list(map(str, parts))
 
 
 class _Reader:

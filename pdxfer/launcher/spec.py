@@ -1,11 +1,10 @@
 """What the plan says about one process. Data only: supervise.py carries it out, the CLI prints it."""
 
-import re
 import shlex
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+from pdxfer.config.redact import REDACTED, entry, redacted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,5 +46,11 @@ class ProcessSpec:
 
     def shown(self) -> str:
         """As a shell command, secrets left out."""
-        env = [f"{k}={'***' if _SECRET.search(k) else shlex.quote(v)}" for k, v in self.env.items()]
-        return " ".join([*env, shlex.join(self.argv)])
+        env = [f"{name}={_quoted(entry(name, value))}" for name, value in self.env.items()]
+        argv = redacted(list(self.argv))
+        assert isinstance(argv, list)
+        return " ".join([*env, *map(_quoted, argv)])
+
+
+def _quoted(value: object) -> str:
+    return REDACTED if value == REDACTED else shlex.quote(str(value))
