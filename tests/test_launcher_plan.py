@@ -14,7 +14,7 @@ from pdxfer.launcher.engine import Inputs
 from pdxfer.launcher.errors import LaunchError
 from pdxfer.launcher.machine import Machine
 from pdxfer.launcher.placement import place_engines
-from pdxfer.launcher.plan import plan_all, plan_engine
+from pdxfer.launcher.plan import plan_all, plan_engine, plan_store
 from pdxfer.launcher.prepare import prepare
 from pdxfer.launcher.ready import check_ports
 from pdxfer.launcher.spec import PortUse, ProcessSpec
@@ -193,6 +193,16 @@ def test_models_are_found_or_refused_in_one_line(tmp_path: Path) -> None:
         path("/nowhere/model")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         path(str(tmp_path / "empty"))
+
+
+def test_the_store_alone_needs_no_model_and_its_socket_may_be_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No demo model is downloaded for it; no directory is named ~."""
+    monkeypatch.setenv("HOME", "/home/u")
+    sets = ["model.path=/nowhere/model", "store.enabled=true", "store.shared_memory=~/s.sock"]
+    config = prepare(load([], sets, {}).config, lambda: Path("/never"), has_engines=False)
+    assert config.store.shared_memory == "/home/u/s.sock"
+    (spec,) = plan_store(replace(inputs(), config=config))
+    assert spec.ready_url == "unix:/home/u/s.sock"
 
 
 @pytest.mark.parametrize(

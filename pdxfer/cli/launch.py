@@ -152,7 +152,7 @@ def _launch(
     if dry_run:
         _print_plan(plan("CONFIG"), as_json)
         return
-    config = prepare(config, _prepare_demo)
+    config = prepare(config, _prepare_demo, has_engines=role is not Role.store)
     with run_directory(config) as file:
         specs = plan(str(file))
         asyncio.run(run_plan(specs, os.environ, sys.stderr, config.engine.max_restarts, on_ready))

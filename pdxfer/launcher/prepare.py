@@ -16,20 +16,21 @@ DEMO = "demo"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def prepare(config: Config, prepare_demo: Callable[[], Path]) -> Config:
-    """The configuration that the children get. Raises ConfigError if there is no such model."""
+def prepare(config: Config, prepare_demo: Callable[[], Path], *, has_engines: bool = True) -> Config:
+    """The configuration that the children get. Raises ConfigError if there is no such model and engines need it."""
     security = replace(
         config.security,
         keys_dir=_absolute(config.security.keys_dir),
         token_file=_absolute(config.security.token_file),
     )
+    store = replace(config.store, shared_memory=_absolute(config.store.shared_memory))
     model = replace(
         config.model,
-        path=resolve_model(config, prepare_demo),
+        path=resolve_model(config, prepare_demo) if has_engines else config.model.path,
         served_name=config.model.served_name or Path(config.model.path).name,
     )
     log = replace(config.log, style="text") if config.log.style == "auto" else config.log
-    return replace(config, model=model, security=security, log=log)
+    return replace(config, model=model, store=store, security=security, log=log)
 
 
 def resolve_model(config: Config, prepare_demo: Callable[[], Path]) -> str:
