@@ -11,6 +11,7 @@ from pdxfer.store import open as opening
 from pdxfer.store.base import Tier
 from pdxfer.store.dram import DramTier
 from pdxfer.store.open import BUILT_IN, find_factory, open_tier, open_tiers
+from pdxfer.store.remote.url import without_password
 from pdxfer.store.shared import SharedDramTier
 from pdxfer.testing.fake_clock import FakeClock
 
@@ -103,3 +104,20 @@ def test_every_built_in_scheme_leads_to_a_file_of_ours() -> None:
         path for path in BUILT_IN.values() if not (root / (path.partition(":")[0].replace(".", "/") + ".py")).exists()
     ]
     assert not missing
+
+
+async def test_errors_do_not_show_the_password_of_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a scheme that is misspelt, a library that is missing, or a codec that is unknown."""
+    for url in ("redsi://u:s3cr@et@h", "no.such.module:Tier?secret=s3cr@et"):
+        with pytest.raises(ConfigError, match="store.tiers: url") as caught:
+            find_factory(url)
+        assert "s3cr" not in str(caught.value) and "et@" not in str(caught.value)
+    assert without_password("redis://u:s3cr@et@h:1/0?x=y") == "redis://u:***@h:1/0"
+
+
+async def test_the_socket_may_be_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a vLLM server that no launcher started, too."""
+    monkeypatch.setenv("HOME", "/nonexistent")
+    [tier] = await open_tiers(StoreConfig(tiers=[small("dram:")], shared_memory="~/s.sock"), FakeClock())
+    assert "/nonexistent/s.sock" in repr(tier)
+    await tier.close()

@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 from msgspec import structs
 
+from pdxfer.config.redact import redacted
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.core.clock import Clock
 from pdxfer.core.errors import ConfigError
@@ -118,7 +120,9 @@ def find_factory(url: str) -> TierFactory:
 
 def _shared(tier: TierConfig, socket: str) -> TierConfig:
     """With a store process on the host, `dram:` is its memory."""
-    return structs.replace(tier, url=f"shm:{socket}") if socket and scheme_of(tier.url) == "dram" else tier
+    if not socket or scheme_of(tier.url) != "dram":
+        return tier
+    return structs.replace(tier, url=f"shm:{Path(socket).expanduser()}")
 
 
 def _load(path: str, url: str) -> TierFactory:
@@ -127,7 +131,7 @@ def _load(path: str, url: str) -> TierFactory:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"store.tiers: url {url!r} needs {path}, which cannot be imported: {error}; install what it names"
+            f"store.tiers: url {redacted(url)!r} needs {path}, which cannot be imported: {error}; install what it names"
             " (extras of pdxfer: cloud, lmdb, nixl) or correct the url"
         ) from error
     return cast(TierFactory, found)
@@ -137,4 +141,7 @@ def _unknown(name: str, url: str) -> str:
     known = sorted({PEER, *BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "known schemes: " + ", ".join(known)
-    return f"store.tiers: url {url!r} has the unknown scheme {name!r}; {hint} (or module:Class for a class of your own)"
+    shown = redacted(url)
+    return (
+        f"store.tiers: url {shown!r} has the unknown scheme {name!r}; {hint} (or module:Class for a class of your own)"
+    )

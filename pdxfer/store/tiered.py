@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from pdxfer.codec.registry import Codecs
+from pdxfer.config.redact import redacted
 from pdxfer.config.store import StoreConfig
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
 from pdxfer.core.errors import ConfigError
@@ -282,7 +283,7 @@ class TieredStore:
         try:
             usable = self.coder.usable(slot.codec, slot.config.level)
         except ConfigError as error:
-            raise ConfigError(f"store.tiers: {slot.config.url}: {error}") from error
+            raise ConfigError(f"store.tiers: {redacted(slot.config.url)}: {error}") from error
         if not usable:
             log.warning(
                 "store: tier %s keeps raw frames: codec %s needs KV values, and how they are packed here is not known",

@@ -96,7 +96,7 @@ def parse_url(config: TierConfig, known: Iterable[str], default_port: int = 0) -
 
 def without_password(url: str) -> str:
     """The URL as it may appear in a log: password and query left out."""
-    return re.sub(r"(://[^/@:]*):[^@]*@", r"\1:***@", url.split("?")[0])
+    return re.sub(r"(://[^/@:]*):.*@", r"\1:***@", url.split("?")[0])
 
 
 def _address(text: str, default_port: int, shown: str) -> Address:
