@@ -133,6 +133,38 @@ def test_a_topology_that_cannot_work_is_refused(sets: list[str], error: str) -> 
         plan_all(inputs(*sets))
 
 
+@pytest.mark.parametrize("key", ["router.port", "controller.port", "proxy.port", "topology.decode_port"])
+def test_a_port_that_others_are_told_of_is_not_left_to_the_os(key: str) -> None:
+    """A child that listens on another one than is asked would be waited for in vain."""
+    with pytest.raises(ConfigError, match=f"{key} is 0, but .* must be found by others"):
+        plan_all(inputs(f"{key}=0"))
+
+
+def test_an_engine_alone_has_a_known_port_too() -> None:
+    """Its url is told to the router."""
+    with pytest.raises(ConfigError, match=r"topology\.decode_port is 0"):
+        plan_engine(inputs("topology.decode_port=0"), "decode")
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--port=9000", "--port before the --"),
+        ("--served_model_name", "model.served_name"),
+        ("--model", "model.path"),
+        ("--host", "network.bind"),
+        ("--kv-transfer-config={}", "transport"),
+    ],
+)
+def test_flags_that_the_plan_sets_are_refused(flag: str, instead: str) -> None:
+    """vLLM takes the last one: the launcher would wait ten minutes at the port that it gave."""
+    with pytest.raises(ConfigError, match=f"{flag} is among the flags for vLLM.*{instead}"):
+        plan_engine(replace(inputs(), vllm_args=(flag, "x")), "decode")
+    with pytest.raises(ConfigError, match="pdxfer sets it itself"):
+        plan_all(inputs(f"engine.extra_args=[{flag.partition('=')[0]}, x]"))
+    assert plan_all(inputs("engine.extra_args=--num-gpu-blocks-override,17"))
+
+
 def test_one_engine_takes_the_listed_place_of_its_id() -> None:
     """`--engine-id d1` on a host finds its port and cores in the shared topology."""
     sets = ["topology.decode=[{id: d0, port: 1}, {id: d1, port: 2, cpus: 5}]"]

@@ -57,3 +57,9 @@ async def test_a_taken_port_is_said_once(tmp_path: Path) -> None:
         with pytest.raises(LaunchError, match="a cannot listen on .*the port is taken by"):
             await run_plan([replace(spec(tmp_path), ports=(use,))], os.environ, out, 0, lambda: None)
     assert out.getvalue() == ""
+
+
+async def test_a_variable_that_is_none_is_said_with_its_process(tmp_path: Path) -> None:
+    """As `engine.env: {"A=B": x}` asks for."""
+    with pytest.raises(LaunchError, match="a: cannot run .*: illegal environment variable name"):
+        await run_plan([replace(spec(tmp_path), env={"A=B": "x"})], os.environ, io.StringIO(), 0, lambda: None)

@@ -65,8 +65,9 @@ class Child:
                 env=spec.environment(dict(environ)),
                 start_new_session=True,
             )
-        except OSError as error:
-            raise LaunchError(f"{spec.name}: cannot run {spec.argv[0]}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a variable that is none, as `A=B`
+            why = getattr(error, "strerror", None) or error
+            raise LaunchError(f"{spec.name}: cannot run {spec.argv[0]}: {why}") from error
         reaper.add(process.pid)
         return cls(spec, process, on_line, reaper)
 

@@ -1,6 +1,7 @@
 """The process of one engine: vLLM's API server, or a fake one, with our connector's flags. Pure."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +17,15 @@ from pdxfer.transport.device import device_problem
 
 OUR_VARIABLES = ("PDXFER_*__*",)
 """Settings in the environment: already part of the configuration that children are given."""
+
+OUR_FLAGS = {
+    "--model": "model.path, or --model before the --",
+    "--served-model-name": "model.served_name",
+    "--host": "network.bind",
+    "--port": "topology.prefill_port and decode_port, or --port before the --",
+    "--kv-transfer-config": "the sections transport, store and router",
+}
+"""Flags of the engines that the plan gives, and what sets them: an engine elsewhere would be waited for in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,7 @@ def engine_process(inputs: Inputs, engine: EnginePlan, depends_on: tuple[str, ..
     host = network.bind_address(config)
     _check_exposure(config, inputs.token)
     _check_channels(inputs, engine)
+    _check_flags((*config.engine.extra_args, *inputs.vllm_args))
     is_fake = config.engine.kind == "fake"
     return ProcessSpec(
         name=engine.engine_id,
@@ -75,6 +86,13 @@ def _check_channels(inputs: Inputs, engine: EnginePlan) -> None:
         problem = device_problem(inputs.config.transport.channels, inputs.machine.has_nixl)
         if problem:
             raise ConfigError(f"engine {engine.engine_id} on GPU {', '.join(map(str, engine.gpus))}: {problem}")
+
+
+def _check_flags(args: Sequence[str]) -> None:
+    for arg in args:
+        flag = arg.partition("=")[0].replace("_", "-")
+        if flag in OUR_FLAGS:
+            raise ConfigError(f"{arg} is among the flags for vLLM, but pdxfer sets it itself: use {OUR_FLAGS[flag]}")
 
 
 def _vllm_argv(inputs: Inputs, engine: EnginePlan) -> tuple[str, ...]:

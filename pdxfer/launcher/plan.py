@@ -38,7 +38,9 @@ def plan_engine(inputs: Inputs, role: EngineRole, *, engine_id: str = "", port: 
     """One engine alone, whose router (if any) runs elsewhere; `both` has its host's store beside it."""
     engine = place_one(inputs.config, inputs.machine, role, engine_id, port)
     store = _shared_store(inputs) if role == "both" else []
-    return [*store, engine_process(inputs, engine, depends_on=tuple(spec.name for spec in store))]
+    specs = [*store, engine_process(inputs, engine, depends_on=tuple(spec.name for spec in store))]
+    _check_distinct(specs)
+    return specs
 
 
 def plan_store(inputs: Inputs) -> list[ProcessSpec]:
@@ -110,7 +112,7 @@ def _ours(role: str, inputs: Inputs) -> tuple[str, ...]:
 
 
 def _check_distinct(specs: Sequence[ProcessSpec]) -> None:
-    """No two processes share a name or a port."""
+    """No two processes share a name or a port, and each port is known before the start: others are told of it."""
     names: set[str] = set()
     ports: dict[int, tuple[str, str]] = {}
     for spec in specs:
@@ -118,6 +120,8 @@ def _check_distinct(specs: Sequence[ProcessSpec]) -> None:
             raise ConfigError(f"two processes are named {spec.name!r}: give each engine of the topology its own id")
         names.add(spec.name)
         for use in spec.ports:
+            if not use.port:
+                raise ConfigError(f"{use.key} is 0, but {spec.name} must be found by others: set it to a port")
             if use.port in ports:
                 other, key = ports[use.port]
                 raise ConfigError(
