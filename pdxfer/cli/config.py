@@ -10,6 +10,7 @@ import typer
 from pdxfer.cli.options import AsJson, ConfigFiles, Sets, load_settings, new_app, print_json, print_table, say
 from pdxfer.config import lmcache
 from pdxfer.config.load import find_config, packaged_configs
+from pdxfer.config.network import router_endpoint
 from pdxfer.config.schema import Config
 from pdxfer.config.shape import json_schema
 from pdxfer.config.show import rows
@@ -54,7 +55,11 @@ def check(config: ConfigFiles = None, set_: Sets = None, as_json: AsJson = False
 
     Example: pdxfer config check --config my.yaml
     """
-    load_settings(config, set_)
+    from pdxfer.cli.checks.access import require_secrets
+
+    settings = load_settings(config, set_).config
+    router_endpoint(settings)
+    require_secrets(settings)
     files = [str(find_config(name)) for name in config or []]
     if as_json:
         print_json({"ok": True, "files": files})

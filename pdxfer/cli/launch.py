@@ -121,6 +121,7 @@ def _serve_here(config: Config, role: Role) -> None:
 def _launch(
     config: Config, role: Role, vllm_args: tuple[str, ...], engine_id: str, port: int, dry_run: bool, as_json: bool
 ) -> None:
+    from pdxfer.cli.processes import proxy_settings
     from pdxfer.config.network import bind_address, local_url, proxy_bind
     from pdxfer.config.token import read_token
     from pdxfer.launcher.engine import Inputs
@@ -149,6 +150,8 @@ def _launch(
         elif role is Role.both:
             say(f"OpenAI API: {local_url(bind_address(config), specs[-1].ports[0].port)}/v1")
 
+    if role is Role.all:
+        proxy_settings(config)  # refuses now what the proxy would refuse when the engines are up
     if dry_run:
         _print_plan(plan("CONFIG"), as_json)
         return

@@ -1,5 +1,6 @@
 """Runs a router or a proxy in this very process: config sections → the settings those packages take."""
 
+import logging
 from pathlib import Path
 
 from pdxfer.config import network
@@ -10,11 +11,15 @@ from pdxfer.launcher.machine import this_machine
 from pdxfer.proxy.settings import ProxySettings
 from pdxfer.router.settings import RouterSettings
 
+log = logging.getLogger(__name__)
+
 
 def serve_router(config: Config) -> None:
     """Router and controller until a signal."""
     from pdxfer.controller.app import serve
 
+    if problem := network.endpoint_problem(config):
+        log.warning("%s", problem)
     serve(router_settings(config), controller_settings(config))
 
 

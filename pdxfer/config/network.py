@@ -59,11 +59,24 @@ def advertised(config: Config) -> str:
 
 
 def router_endpoint(config: Config) -> str:
-    """ZMQ address at which members find the router."""
-    if config.router.endpoint:
+    """ZMQ address at which members find the router. Raises ConfigError if `router.endpoint` is no address."""
+    if _router_host(config):
         return config.router.endpoint
     bind = bind_address(config)
     return f"tcp://{join(_LOOPBACK if is_wildcard(bind) else bind, config.router.port)}"
+
+
+def endpoint_problem(config: Config) -> str:
+    """Why members that go to `router.endpoint` would not find a router of this host; empty if they may."""
+    endpoint = router_endpoint(config)
+    parts, bind = urlsplit(endpoint), bind_address(config)
+    ours = _own_addresses() if is_wildcard(bind) else _resolved(bind)
+    if parts.port == config.router.port and ours & _resolved(parts.hostname or ""):
+        return ""
+    return (
+        f"members go to {endpoint} (router.endpoint), but the router listens on "
+        f"tcp://{join(bind, config.router.port)}: they find it only if something forwards there"
+    )
 
 
 def controller_url(config: Config) -> str:
@@ -108,10 +121,29 @@ def _address_of(network: NetworkConfig) -> str:
 
 
 def _way_to(host: str) -> str:
-    """Our address on the interface that routes to `host`; nothing is sent."""
+    """Our address on the interface that routes to `host`; nothing is sent. Loopback where there is no way."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"router.endpoint names {host}, which is not known here: {error.strerror or error}; correct it, or set "
+            "network.bind and network.advertise"
+        ) from error
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError:
         return _LOOPBACK
+
+
+def _resolved(host: str) -> set[str]:
+    """Addresses of a name; empty if it is not known."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return set()
+
+
+def _own_addresses() -> set[str]:
+    return {found.address.partition("%")[0] for address in psutil.net_if_addrs().values() for found in address}

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from pdxfer.config.network import is_loopback
 from pdxfer.core.errors import ConfigError
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class ControllerSettings:
             raise ConfigError(f"controller.port is {self.port}: use 1..65535, or 0 for any free port")
         if self.drain_timeout_s < 0:
             raise ConfigError(f"controller.drain_timeout_s is {self.drain_timeout_s}: use 0 or more")
-        if self.host not in LOOPBACK and not self.token and not self.allow_insecure:
+        if not is_loopback(self.host) and not self.token and not self.allow_insecure:
             raise ConfigError(
                 f"the controller would listen on {self.host}, reachable from other machines, but no token is set: "
                 "set security.token_file, or listen on 127.0.0.1"

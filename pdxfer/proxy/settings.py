@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdxfer.config.network import is_loopback
 from pdxfer.core.errors import ConfigError
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +82,8 @@ class ProxySettings:
                 raise ConfigError(
                     f"proxy: the name {name[:40]!r} (proxy_id or a tenant of api_keys) must be 1..128 long"
                 )
-        if self.host not in LOOPBACK and not self.api_keys and not self.allow_insecure:
+        if not is_loopback(self.host) and not self.api_keys and not self.allow_insecure:
             raise ConfigError(
-                f"proxy.host is {self.host}, reachable from other machines, but no client tokens are set: "
-                "set proxy.api_keys, or listen on 127.0.0.1"
+                f"the proxy would listen on {self.host} (proxy.bind, or network.bind), reachable from other machines, "
+                "but no client tokens are set: set proxy.api_keys, or listen on 127.0.0.1"
             )

@@ -8,6 +8,7 @@ from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
 from pdxfer.cli.checks.machine import check_machine
 from pdxfer.cli.checks.model import check_model
 from pdxfer.cli.checks.software import check_software
+from pdxfer.config.network import bind_address
 from pdxfer.config.schema import Config
 from pdxfer.core.errors import ConfigError
 from pdxfer.launcher.demo_model import demo_model_dir
@@ -21,6 +22,10 @@ def run_checks(config: Config, machine: Machine, environ: Mapping[str, str]) -> 
     """Findings of everything, for running `--role all` with this configuration here."""
     model, weights_bytes = check_model(config, demo_model_dir(environ))
     findings = [*check_software(config, bool(machine.gpus)), *model, *check_channels(config, environ)]
+    try:
+        bind_address(config)
+    except ConfigError as error:
+        return [*findings, blocks("network", str(error), "see the message")]
     try:
         engines = place_engines(config, machine)
         specs = plan_all(Inputs(config=config, config_file="", machine=machine, token="checked elsewhere"))
