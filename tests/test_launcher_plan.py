@@ -263,7 +263,7 @@ def test_the_cause_of_a_death_is_the_error_that_is_no_pointer(lines: list[str], 
 def test_a_gpu_without_a_channel_for_its_memory_is_refused_before_anything_starts() -> None:
     """One line that says what to install or set; CPU engines and the fakes are not concerned."""
     gpu = Machine(cpus=(0, 1), gpus=(0, 1), has_nixl=False, hostname="h")
-    with pytest.raises(ConfigError, match=r"engine p0 on GPU 0: KV is in GPU memory.*pip install 'pdxfer\[nixl\]'"):
+    with pytest.raises(ConfigError, match=r"engine p0 on GPU 0: KV is in GPU memory.*pip install .*\[nixl\]'"):
         plan_all(inputs("transport.channels=[nixl, tcp]", machine=gpu))
     with pytest.raises(ConfigError, match=r"local: reaches host memory only; tcp.*add nixl to it"):
         plan_all(inputs("transport.channels=[local, tcp]", machine=replace(gpu, has_nixl=True)))

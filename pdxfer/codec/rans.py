@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pdxfer.codec.frame import FrameError
 from pdxfer.codec.native import POINTER, function, pointer
 from pdxfer.core.errors import ConfigError
+from pdxfer.core.install import pip_install
 
 Symbols = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -48,7 +49,7 @@ def numba_kernels() -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             "codecs klt and cachegen need the C library (python -m pdxfer.codec.native) or numba "
-            f"(pip install pdxfer[codec]); neither is here: {error}"
+            f"({pip_install('codec')}); neither is here: {error}"
         ) from error
     return rans_numba
 

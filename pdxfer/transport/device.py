@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from pdxfer.core.install import pip_install
+
 _HOST_ONLY = ("local", "tcp", "ucx")
 
 
@@ -17,7 +19,7 @@ def device_problem(kinds: Sequence[str], has_nixl: bool) -> str:
         if kind not in (*_HOST_ONLY, "nixl") or (kind == "nixl" and has_nixl):
             return ""
         reasons.append(f"{kind}: {'NIXL is not installed' if kind == 'nixl' else 'reaches host memory only'}")
-    what = "pip install 'pdxfer[nixl]'" if "nixl" in kinds else "add nixl to it"
+    what = pip_install("nixl") if "nixl" in kinds else "add nixl to it"
     return f"KV is in GPU memory, and no kind in transport.channels can move it ({'; '.join(reasons)}): {what}"
 
 

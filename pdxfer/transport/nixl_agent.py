@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from pdxfer.core.cpus import unpin_current_thread
 from pdxfer.core.errors import ChannelError, ConfigError
+from pdxfer.core.install import pip_install
 from pdxfer.kv.layout import KvLayout
 from pdxfer.transport.base import EndpointOptions
 from pdxfer.transport.device import rdma_devices
@@ -89,7 +90,7 @@ def load_nixl() -> Any:
             continue
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes INFO to stdout
         return module
-    raise ConfigError(f"NIXL is not installed ({'; '.join(reasons)}): pip install 'pdxfer[nixl]'")
+    raise ConfigError(f"NIXL is not installed ({'; '.join(reasons)}): {pip_install('nixl')}")
 
 
 class Agent:

@@ -18,6 +18,7 @@ from typing import Any
 
 from pdxfer.core.clock import SYSTEM_CLOCK
 from pdxfer.core.errors import ChannelError, ConfigError
+from pdxfer.core.install import pip_install
 from pdxfer.transport.base import EndpointOptions
 from pdxfer.transport.nixl_agent import set_ucx_defaults, writer_executed
 
@@ -230,7 +231,7 @@ def _load() -> Any:
         return importlib.import_module("ucxx")
     except ImportError as error:
         raise ConfigError(
-            f"the ucx channel needs ucxx ({error}): pip install 'pdxfer[ucx]' (ucxx-cu13 beside a "
+            f"the ucx channel needs ucxx ({error}): {pip_install('ucx')} (ucxx-cu13 beside a "
             "torch for CUDA 13), or leave `ucx` out of transport.channels"
         ) from error
     finally:

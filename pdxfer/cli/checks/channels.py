@@ -12,6 +12,7 @@ from pathlib import Path
 from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
 from pdxfer.cli.checks.software import installed
 from pdxfer.config.schema import Config
+from pdxfer.core.install import pip_install
 from pdxfer.transport.device import rdma_devices
 from pdxfer.transport.kinds import preferred
 
@@ -81,8 +82,8 @@ def _kind(kind: str, reason: str) -> Finding:
     fixes = {
         "local": "let engines run as one user in one container, with CAP_SYS_PTRACE or "
         "kernel.yama.ptrace_scope 0 or 1; or leave `local` out of transport.channels",
-        "nixl": "pip install 'pdxfer[nixl]'; or leave `nixl` out of transport.channels",
-        "ucx": "pip install 'pdxfer[ucx]'; or leave `ucx` out of transport.channels",
+        "nixl": f"{pip_install('nixl')}; or leave `nixl` out of transport.channels",
+        "ucx": f"{pip_install('ucx')}; or leave `ucx` out of transport.channels",
     }
     return warning(name, reason, fixes.get(kind, f"leave {kind!r} out of transport.channels"))
 

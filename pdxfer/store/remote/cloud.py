@@ -14,6 +14,7 @@ from typing import Any
 from pdxfer.config.store import TierConfig
 from pdxfer.core.clock import Clock
 from pdxfer.core.errors import ConfigError
+from pdxfer.core.install import pip_install
 from pdxfer.store.remote.cloud_session import CloudSession, SizeGuess
 from pdxfer.store.remote.server import Server
 from pdxfer.store.remote.tier import RemoteTier
@@ -123,7 +124,7 @@ def load_opendal() -> Any:
         import opendal
         import opendal.layers
     except ImportError as error:
-        raise ConfigError(f"store.tiers: s3, gs and az need opendal ({error}): pip install 'pdxfer[cloud]'") from error
+        raise ConfigError(f"store.tiers: s3, gs and az need opendal ({error}): {pip_install('cloud')}") from error
     return opendal
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pdxfer.core.errors import ConfigError
+from pdxfer.core.install import pip_install
 from pdxfer.store.remote.errors import Reason, ServerError
 from pdxfer.store.remote.placement import Spread
 from pdxfer.store.remote.redis_wire import RedisLogin
@@ -135,6 +136,6 @@ def load_redis() -> Any:
         import redis.sentinel
     except ImportError as error:
         raise ConfigError(
-            f"store.tiers: cluster and sentinel need redis-py ({error}): pip install 'pdxfer[redis]'"
+            f"store.tiers: cluster and sentinel need redis-py ({error}): {pip_install('redis')}"
         ) from error
     return redis
