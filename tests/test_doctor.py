@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,47 @@ def test_a_taken_port_and_too_little_memory_are_found() -> None:
         found = by_name(machine.check_machine(settings, specs, 2, 1 << 30))
     assert found["ports"].status == "blocks" and "router.port" in found["ports"].text
     assert found["memory"].status == "warning"
+
+
+HOLDER = """
+import socket, sys
+tcp = socket.create_server(("127.0.0.1", 0))
+unix = socket.socket(socket.AF_UNIX)
+unix.bind(sys.argv[1])
+unix.listen()
+print(tcp.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "is_ours"),
+    [
+        (["-m", "pdxfer.cli.main", "launch"], True),
+        (["--kv-transfer-config", '{"kv_connector":"PdxferConnector"}'], True),
+        (["--directory", "/home/me/pdxfer"], False),
+    ],
+)
+def test_ports_of_our_own_cluster_are_said_to_be_ours(tmp_path: Path, words: list[str], is_ours: bool) -> None:
+    """Also the socket of the host's store; a clone named pdxfer makes no process ours."""
+    socket_path = tmp_path / "s"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(socket_path), *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdin and holder.stdout
+    with holder, holder.stdin:
+        port = int(holder.stdout.readline())
+        shared = ["store.enabled=true", f"store.shared_memory={socket_path}"]
+        settings = config("engine.kind=fake", "model.path=m", f"router.port={port}", *shared)
+        specs = plan_all(Inputs(config=settings, config_file="", machine=Machine(cpus=(0, 1))))
+        found = [f for f in machine.check_machine(settings, specs, 2, 1 << 30) if f.name == "ports"]
+    if not is_ours:
+        assert [f.status for f in found] == ["blocks", "blocks"]
+        return
+    assert [f.status for f in found] == ["warning"] and "doctor --live" in found[0].fix
+    text = f"a pdxfer that runs here already holds those of router (pid {holder.pid}), store (pid {holder.pid})"
+    assert found[0].text == text
 
 
 def test_keys_and_token_are_needed_beyond_loopback_only(tmp_path: Path) -> None:

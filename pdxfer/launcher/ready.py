@@ -59,14 +59,30 @@ def _is_served(path: str) -> bool:
         return True
 
 
+def holders(spec: ProcessSpec) -> list[psutil.Process]:
+    """Processes that hold ports or socket of this one, as far as we may see them."""
+    path = spec.ready_url.removeprefix(_UNIX) if spec.ready_url.startswith(_UNIX) else ""
+    try:
+        unix = {found.pid for found in psutil.net_connections("unix") if path and str(found.laddr) == path}
+        pids = unix.union(*(_pids(use.port) for use in spec.ports))
+        return [psutil.Process(pid) for pid in sorted(filter(None, pids))]
+    except (psutil.Error, OSError):
+        return []
+
+
 def _holder(port: int) -> str:
     try:
-        for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
-                return f"{psutil.Process(found.pid).name()} (pid {found.pid})"
+        for pid in _pids(port):
+            return f"{psutil.Process(pid).name()} (pid {pid})"
     except (psutil.Error, OSError):
         pass
     return "another process"
+
+
+def _pids(port: int) -> list[int]:
+    """Of processes that listen on it."""
+    found = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid]
+    return [one.pid for one in found if one.pid and one.laddr and one.laddr.port == port]
 
 
 class Prober:

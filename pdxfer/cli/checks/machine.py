@@ -3,14 +3,16 @@
 import ctypes
 import shutil
 import tempfile
+from pathlib import Path
 
 import psutil
 
 from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
+from pdxfer.config.flags import CONNECTOR
 from pdxfer.config.network import bind_address, is_loopback
 from pdxfer.config.schema import Config
 from pdxfer.launcher.errors import LaunchError
-from pdxfer.launcher.ready import check_ports
+from pdxfer.launcher.ready import check_ports, holders
 from pdxfer.launcher.spec import ProcessSpec
 
 _GIB = 1 << 30
@@ -28,14 +30,34 @@ def check_machine(config: Config, specs: list[ProcessSpec], num_engines: int, we
 
 
 def _ports(specs: list[ProcessSpec]) -> list[Finding]:
-    taken = []
+    taken, ours = [], []
     for spec in specs:
         try:
             check_ports([spec])
         except LaunchError as error:
-            taken.append(blocks("ports", str(error), "stop what holds it, or choose another port"))
+            found = holders(spec)
+            if found and all(map(_is_ours, found)):
+                ours.append(f"{spec.name} (pid {', '.join(str(process.pid) for process in found)})")
+            else:
+                taken.append(blocks("ports", str(error), "stop what holds it, or choose another port"))
+    if ours:
+        text = f"a pdxfer that runs here already holds those of {', '.join(ours)}"
+        taken.append(warning("ports", text, "see `pdxfer doctor --live`; a second one here needs other ports"))
     numbers = ", ".join(str(use.port) for spec in specs for use in spec.ports)
     return taken or [ok("ports", f"{numbers} are free")]
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    """Whether it is one of our commands, a vLLM server with our connector, or the child of one."""
+    try:
+        commands = [one.cmdline() for one in (process, *process.parents())]
+    except psutil.Error:
+        return False
+    return any(
+        any(word.startswith("pdxfer.") or CONNECTOR in word for word in command)
+        or any(Path(word).name == "pdxfer" for word in command[:2])
+        for command in commands
+    )
 
 
 def _memory(config: Config, num_engines: int, weights_bytes: int) -> Finding:
