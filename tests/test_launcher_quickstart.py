@@ -1,6 +1,7 @@
 """Quickstart: the whole run on fake engines, its verdict on whether KV moved, and what --serve prints."""
 
 import io
+import json
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pdxfer.launcher.quickstart import config_name, curl_line
 from pdxfer.launcher.quickstart_measure import Compared, Measured, Stream
 from pdxfer.launcher.quickstart_report import pays, print_report
 from pdxfer.launcher.quickstart_requests import Answer, Moved, Question, text
+from pdxfer.proxy.body import parse
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = [sys.executable, "-m", "pdxfer.launcher.quickstart", "--config", "fake-1p1d"]
@@ -48,6 +50,19 @@ def test_the_whole_run_prints_answers_tables_and_what_moved() -> None:
     assert "longest stall" in done.stdout and "A pair" in done.stdout or "In this run" in done.stdout
     assert "waiting for" in done.stderr and "asking: 3,000 tokens, pair" in done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("min_tokens", [16, 256, 2000])
+def test_the_suggested_request_is_long_enough_for_the_pair(min_tokens: int) -> None:
+    """As the proxy counts it, after a shell has read the line; each word is a token at least."""
+    line = curl_line("http://127.0.0.1:8000", "demo", min_tokens)
+    words = subprocess.run(
+        ["sh", "-c", line.replace("curl", "printf '%s\\n'", 1)], capture_output=True, text=True, timeout=10
+    ).stdout.splitlines()
+    assert words[:2] == ["-N", "http://127.0.0.1:8000/v1/chat/completions"]
+    parsed = parse("chat", words[-1].encode(), str)
+    assert parsed.model == "demo" and parsed.num_tokens >= min_tokens
+    assert json.loads(words[-1])["messages"][0]["content"].count("hello") >= min_tokens
 
 
 @pytest.mark.slow
@@ -104,4 +119,3 @@ def test_text_is_real_and_about_as_long_as_asked() -> None:
 def test_the_config_fits_the_gpus() -> None:
     """None, one that both share, one each."""
     assert [config_name(n) for n in (0, 1, 2, 8)] == ["cpu-1p1d", "gpu-1p1d-one-gpu", "gpu-1p1d", "gpu-1p1d"]
-    assert '"model": "m"' in curl_line("http://h:1", "m")

@@ -6,6 +6,7 @@ of the processes go to files. Exit 0 if the KV really moved, 1 if not or if some
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -35,6 +36,8 @@ _OURS = ("engine.prefix_caching=false", "router.missed_heartbeats=10")
 core for 1.5 s are not dead."""
 _TICK_S = 1.0
 _SHOWN_LINES = 15
+_WORDS = 300
+"""Of the prompt that --serve suggests."""
 
 
 class Progress:
@@ -160,9 +163,11 @@ async def _work(
     if serve:
         progress.done()
         console.print(
-            f"OpenAI API at {proxy_url}/v1, status at {network.controller_url(config)}. Try it:", markup=False
+            f"OpenAI API at {proxy_url}/v1, status at {network.controller_url(config)}. Try it (prompts below "
+            f"router.min_remote_tokens, {config.router.min_remote_tokens}, are decode's alone: this one is longer):",
+            markup=False,
         )
-        print(curl_line(proxy_url, served_name(config)))
+        print(curl_line(proxy_url, served_name(config), config.router.min_remote_tokens))
         console.print("Ctrl-C ends it.")
         await supervisor.watch()
         return 0
@@ -187,10 +192,12 @@ async def _tell_waiting(supervisor: Supervisor, progress: Progress) -> None:
         await asyncio.sleep(_TICK_S)
 
 
-def curl_line(proxy_url: str, model: str) -> str:
-    """A request to paste into a shell."""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
-    return f"curl -N {proxy_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+def curl_line(proxy_url: str, model: str, min_tokens: int) -> str:
+    """A request to paste into a shell, with a prompt of at least so many tokens: the pair's, not decode's alone."""
+    prompt = f"$(printf 'hello %.0s' $(seq {max(_WORDS, min_tokens)}))"
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "stream": True}
+    data = json.dumps(body).replace('"', '\\"')
+    return f"curl -N {proxy_url}/v1/chat/completions -H 'Content-Type: application/json' -d \"{data}\""
 
 
 if __name__ == "__main__":
