@@ -5,6 +5,7 @@
 What one call computed is loaded by the next one, also in another process and after a restart (docs/reuse.md).
 """
 
+from os import PathLike, fspath
 from typing import Any
 
 from vllm import LLM as VllmLLM
@@ -16,8 +17,10 @@ from pdxfer.core.errors import ConfigError
 class LLM(VllmLLM):
     """A `vllm.LLM` that saves and loads KV. Everything but `cache` goes to vLLM."""
 
-    def __init__(self, model: str, *args: Any, cache: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if not isinstance(model, str):
+    def __init__(
+        self, model: str | PathLike[str], *args: Any, cache: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if not isinstance(model, str | PathLike):
             raise ConfigError(
                 f"pdxfer.LLM was given a {type(model).__name__}: an engine that is already built cannot be wrapped, "
                 "because vLLM fixes its connector when it starts. Write pdxfer.LLM(model=..., cache={...}) with the "
@@ -25,9 +28,9 @@ class LLM(VllmLLM):
             )
         if kwargs.get("kv_transfer_config") is not None:
             raise ConfigError("pdxfer.LLM sets kv_transfer_config itself: put what you need into `cache`")
-        kwargs["kv_transfer_config"] = transfer_config(cache or {})
+        kwargs["kv_transfer_config"] = transfer_config({} if cache is None else cache)
         kwargs.setdefault("worker_extension_cls", "pdxfer.connector.rpc.StoreRpc")
-        super().__init__(model, *args, **kwargs)
+        super().__init__(fspath(model), *args, **kwargs)
 
     def lookup(self, token_ids: list[int], cache_salt: str = "") -> int:
         """How many leading chunks of this prompt the tiers hold, on every rank."""

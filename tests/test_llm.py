@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pdxfer.config.load import load_config
+from pdxfer.config.load import find_config, load_config
 from pdxfer.config.offline import store_settings, transfer_config
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.connector import rpc
@@ -97,6 +98,35 @@ def test_an_unknown_key_names_the_nearest() -> None:
         transfer_config({"local_dsk": "/d"})
 
 
+@pytest.mark.parametrize(
+    ("cache", "error"),
+    [
+        (True, "cache is True: write cache={...} with chunk_size, local_cpu"),
+        ({"chunk_size": 100}, "cache: --set transport.chunk_tokens: .*expected int that's a multiple of 16"),
+        ({"chunk_size": "many"}, "transport.chunk_tokens: expected int, got str 'many'"),
+        ({"local_cpu": "yes"}, "local_cpu is 'yes': expected a number of GiB"),
+        ({"local_cpu": -1}, "capacity_gib: expected float >= 0.0"),
+        ({"local_disk": True}, "local_disk is True: name a directory"),
+        ({"local_disk": "/d", "max_local_disk_size": "10GB"}, "max_local_disk_size is '10GB': expected a number"),
+        ({"max_local_disk_size": 10}, "max_local_disk_size without local_disk"),
+        ({"compression": "int8"}, "compression is of local_disk and remote_url"),
+        ({"local_cpu": False}, "local_cpu is off, and there is no local_disk and no remote_url"),
+        ({"config": "cpu-bth"}, "did you mean 'cpu-both'"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_before_the_engine_starts(cache: dict[str, Any], error: str) -> None:
+    """Not minutes later, in the log of another process, and not silently."""
+    with pytest.raises(ConfigError, match=f"^pdxfer.LLM: .*{error}"):
+        transfer_config(cache)
+
+
+def test_a_path_is_as_good_as_text() -> None:
+    """For the configuration and the disk."""
+    flags = transfer_config({"config": find_config("cpu-both"), "local_disk": Path("/d")})
+    assert flags["kv_connector_extra_config"]["config"] == str(find_config("cpu-both"))
+    assert "file:///d" in flags["kv_connector_extra_config"]["set"][1]
+
+
 @pytest.mark.slow
 def test_an_engine_that_is_built_cannot_be_wrapped() -> None:
     import pdxfer
@@ -104,4 +134,4 @@ def test_an_engine_that_is_built_cannot_be_wrapped() -> None:
     with pytest.raises(ConfigError, match="cannot be wrapped.*when it starts"):
         pdxfer.LLM(object(), cache={})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_transfer_config"):
-        pdxfer.LLM("m", cache={}, kv_transfer_config={})
+        pdxfer.LLM(Path("m"), cache={}, kv_transfer_config={})

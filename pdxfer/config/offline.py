@@ -1,6 +1,7 @@
-"""The `cache` argument of pdxfer.LLM → vLLM's kv_transfer_config. Pure; imports no vllm."""
+"""The `cache` argument of pdxfer.LLM → vLLM's kv_transfer_config. Imports no vllm."""
 
 from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -8,6 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from pdxfer.config.flags import CONNECTOR, CONNECTOR_MODULE
+from pdxfer.config.load import load_config
 from pdxfer.core.errors import ConfigError
 
 CACHE_KEYS = {
@@ -24,7 +26,10 @@ CACHE_KEYS = {
 
 
 def transfer_config(cache: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's kv_transfer_config for these settings. Raises ConfigError for a key that there is not."""
+    """vLLM's kv_transfer_config for these settings. Raises ConfigError for a key that there is not, and for what the
+    engine would refuse minutes later."""
+    if not isinstance(cache, dict):
+        raise ConfigError(f"pdxfer.LLM: cache is {cache!r}: write cache={{...}} with {', '.join(CACHE_KEYS)}")
     for key in cache:
         if key not in CACHE_KEYS:
             near = get_close_matches(str(key), CACHE_KEYS, n=1)
@@ -32,7 +37,11 @@ def transfer_config(cache: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"pdxfer.LLM: cache has no key {key!r}; {hint}")
     extra: dict[str, Any] = {"role": "both", "set": store_settings(cache)}
     if cache.get("config"):
-        extra["config"] = cache["config"]
+        extra["config"] = str(cache["config"])
+    try:
+        load_config([extra["config"]] if "config" in extra else [], extra["set"])
+    except ConfigError as error:
+        raise ConfigError(f"pdxfer.LLM: cache: {error}") from error
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -46,7 +55,7 @@ def store_settings(cache: dict[str, Any]) -> list[str]:
     """As `--set` has them."""
     settings = ["store.enabled=true"]
     if cache.get("chunk_size"):
-        settings.append(f"transport.chunk_tokens={int(cache['chunk_size'])}")
+        settings.append(f"transport.chunk_tokens={cache['chunk_size']}")
     if "save_decoded" in cache:
         settings.append(f"store.save_decoded={str(bool(cache['save_decoded'])).lower()}")
     if tiers := _tiers(cache):
@@ -60,12 +69,31 @@ def _tiers(cache: dict[str, Any]) -> list[dict[str, Any]]:
     tiers: list[dict[str, Any]] = []
     memory = cache.get("local_cpu", not cache.get("config"))
     if memory:
-        size = 0.0 if memory is True else float(memory)
+        size = 0.0 if memory is True else _gib("local_cpu", memory)
         tiers.append({"url": "dram:", "capacity_gib": size})
     if cache.get("local_disk"):
-        size = float(cache.get("max_local_disk_size", 0.0))
+        size = _gib("max_local_disk_size", cache.get("max_local_disk_size", 0.0))
+        if not isinstance(cache["local_disk"], str | PathLike):
+            raise ConfigError(f"pdxfer.LLM: cache: local_disk is {cache['local_disk']!r}: name a directory")
         directory = Path(cache["local_disk"]).expanduser().absolute()
         tiers.append({"url": f"file://{quote(str(directory))}", "capacity_gib": size, "codec": codec})
     remote = cache.get("remote_url") or []
     tiers += [{"url": str(url), "codec": codec} for url in ([remote] if isinstance(remote, str) else remote)]
+    _refuse_useless(cache, has_tiers=bool(tiers))
     return tiers
+
+
+def _refuse_useless(cache: dict[str, Any], *, has_tiers: bool) -> None:
+    """What would be ignored, or leave nothing to keep KV in."""
+    if not has_tiers and not cache.get("config"):
+        raise ConfigError("pdxfer.LLM: cache: local_cpu is off, and there is no local_disk and no remote_url: name one")
+    if cache.get("max_local_disk_size") and not cache.get("local_disk"):
+        raise ConfigError("pdxfer.LLM: cache: max_local_disk_size without local_disk: name the directory")
+    if cache.get("compression") and not (cache.get("local_disk") or cache.get("remote_url")):
+        raise ConfigError("pdxfer.LLM: cache: compression is of local_disk and remote_url: name one, or leave it out")
+
+
+def _gib(key: str, value: object) -> float:
+    if isinstance(value, int | float):
+        return float(value)
+    raise ConfigError(f"pdxfer.LLM: cache: {key} is {value!r}: expected a number of GiB")
