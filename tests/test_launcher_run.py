@@ -1,18 +1,22 @@
 """Running a plan: what is printed, and signals that are obeyed even if nobody reads it."""
 
 import asyncio
+import fcntl
 import io
 import os
 import signal
 import socket
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pdxfer.config.load import load
+from pdxfer.config.schema import Config
 from pdxfer.launcher.errors import LaunchError
-from pdxfer.launcher.run import run_plan
+from pdxfer.launcher.run import run_directory, run_plan
 from pdxfer.launcher.spec import PortUse, ProcessSpec
 
 SERVER = """
@@ -63,3 +67,15 @@ async def test_a_variable_that_is_none_is_said_with_its_process(tmp_path: Path) 
     """As `engine.env: {"A=B": x}` asks for."""
     with pytest.raises(LaunchError, match="a: cannot run .*: illegal environment variable name"):
         await run_plan([replace(spec(tmp_path), env={"A=B": "x"})], os.environ, io.StringIO(), 0, lambda: None)
+
+
+def test_the_configuration_of_a_long_run_is_not_cleared_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """systemd-tmpfiles leaves alone a directory that it cannot lock; a process that dies on day eleven still starts."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with run_directory(Config()) as file:
+        assert load([file], [], {}).config == Config() and file.stat().st_mode & 0o077 == 0
+        cleaner = os.open(file.parent, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(cleaner)
+    assert list(tmp_path.iterdir()) == []

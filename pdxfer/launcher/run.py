@@ -5,6 +5,8 @@ a second one kills, and the launch has failed then.
 """
 
 import asyncio
+import fcntl
+import os
 import shutil
 import signal
 import tempfile
@@ -47,15 +49,21 @@ class Console:
 
 @contextmanager
 def run_directory(config: Config) -> Iterator[Path]:
-    """The configuration as a file for the children, in a private directory; removed afterwards."""
+    """The configuration as a file for the children, in a private directory; removed afterwards.
+
+    A lock on it tells systemd-tmpfiles, which clears /tmp of what is ten days old, that a restart still needs it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="pdxfer-"))
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
         file = folder / "config.yaml"
         file.touch(mode=0o600)
         file.write_text(dump(config), encoding="utf-8")
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 async def run_plan(
