@@ -14,6 +14,7 @@ from pdxfer.core.errors import ConfigError
 from pdxfer.wire.keys import new_keys
 
 WIDE = "network.bind=10.0.0.1"
+ON = "store.enabled=true"
 
 
 def endpoint_problem(*sets: str) -> str:
@@ -47,6 +48,37 @@ def test_secrets_that_a_reachable_address_needs_must_be_there(
     (tmp_path / "server.key").unlink()
     assert check(capsys, WIDE, keys, token) == (0, ""), "a member's host has no server.key"
     assert check(capsys, WIDE, "security.allow_insecure=true") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["transport.channels=tcp,smoke"], "transport.channels names 'smoke'; known are local"),
+        ([ON, "store.tiers=[{url: 'redsi://:pw@h'}]"], "unknown scheme 'redsi'; did you mean 'redis'?"),
+        ([ON, "store.tiers=[{url: 'dram:', codec: fp9}]"], "store.tiers: no codec 'fp9'; did you mean"),
+        ([ON, "store.tiers=[]"], "store.enabled is true, but store.tiers is empty"),
+        (["codec.wire=losless"], "section codec: no codec 'losless'; did you mean lossless?"),
+        (["codec.wire=auto", "codec.allow=lossless,foo:2"], "section codec: no codec 'foo'"),
+        (["codec.wire=auto", "codec.tenants={a: [foo]}"], "section codec: no codec 'foo'"),
+    ],
+)
+def test_a_name_that_nobody_provides_is_refused_before_a_model_is_loaded(
+    sets: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By config check, and by launch when it plans."""
+    code, error = check(capsys, *sets)
+    assert code == 2 and says in error and "pw@" not in error
+    args = [arg for text in sets for arg in ("--set", text)]
+    assert main.run(["launch", "--role", "prefill", "--config", "cpu-1p1d", "--dry-run", *args]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_names_that_may_be_are_believed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Classes of one's own, levels, other nodes' tiers; and what is switched off is not looked at."""
+    tiers = "store.tiers=[{url: 'dram:', codec: 'zstd'}, {url: 'peer:'}, {url: 'my.tiers:Tape', codec: 'my.codecs:C'}]"
+    sets = [ON, tiers, "codec.wire=auto", "codec.allow=int8,klt:3", "transport.channels=tcp,my.c:C"]
+    assert check(capsys, *sets) == (0, "")
+    assert check(capsys, "store.tiers=[{url: 'redsi://h'}]", "codec.allow=foo") == (0, "")
 
 
 @pytest.mark.parametrize("endpoint", ["10.0.0.1:5570", "tcp://10.0.0.1", "http://10.0.0.1:5570", "tcp://h:port"])

@@ -56,8 +56,10 @@ def check(config: ConfigFiles = None, set_: Sets = None, as_json: AsJson = False
     Example: pdxfer config check --config my.yaml
     """
     from pdxfer.cli.checks.access import require_secrets
+    from pdxfer.launcher.names import check_names
 
     settings = load_settings(config, set_).config
+    check_names(settings)
     router_endpoint(settings)
     require_secrets(settings)
     files = [str(find_config(name)) for name in config or []]

@@ -87,6 +87,7 @@ def launch(
         "--token-file": ("security.token_file", token_file),
         "--keys": ("security.keys_dir", keys),
     }
+    _refuse_ignored(role, engine_id, port)
     if port and role in (Role.router, Role.proxy, Role.all):
         flags["--port"] = ("router.port" if role is Role.router else "proxy.port", str(port))
     given = {flag: value for flag, value in flags.items() if value[1]}
@@ -98,6 +99,14 @@ def launch(
         _serve_here(settings, role)
     else:
         _launch(settings, role, vllm_args, engine_id, port, dry_run, as_json)
+
+
+def _refuse_ignored(role: Role, engine_id: str, port: int) -> None:
+    if engine_id and role not in _ENGINE_ROLES:
+        hint = "; name engines with topology.prefill and decode: [{id: NAME}]" if role is Role.all else ""
+        raise ConfigError(f"--engine-id {engine_id} is of one engine, but --role {role} is none{hint}")
+    if port and role is Role.store:
+        raise ConfigError(f"--port {port}: --role store listens on no port, but on store.shared_memory")
 
 
 def _vllm_args(context: typer.Context, role: Role) -> tuple[str, ...]:

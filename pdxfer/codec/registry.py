@@ -35,18 +35,24 @@ NO_SHAPE = (0, 0, 0, 0, 0)
 def codec(name: str, level: int = 0, tables: Tables | None = None) -> Codec:
     """The codec `name` at `level` (0: its default). Raises ConfigError for a name nobody provides, naming the nearest,
     and for a level or library that is not there."""
-    target = name if ":" in name else BUILT_IN.get(name) or _plugins().get(name, "")
-    if not target:
-        known = sorted({*BUILT_IN, *_plugins()})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"no codec {name!r}; {hint}Known are {', '.join(known)} and module:Class")
+    target = find_codec(name)
     module, _, attribute = target.partition(":")
     try:
         make = cast(Callable[[int, Tables | None], Codec], getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"codec {name} cannot be loaded from {target}: {error}") from error
     return make(level, tables)
+
+
+def find_codec(name: str) -> str:
+    """Where a codec is, `module:Class`, without importing it. Raises ConfigError for a name nobody provides."""
+    target = name if ":" in name else BUILT_IN.get(name) or _plugins().get(name, "")
+    if not target:
+        known = sorted({*BUILT_IN, *_plugins()})
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"no codec {name!r}; {hint}Known are {', '.join(known)} and module:Class")
+    return target
 
 
 def names() -> list[str]:

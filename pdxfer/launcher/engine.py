@@ -11,6 +11,7 @@ from pdxfer.config.flags import kv_transfer_config
 from pdxfer.config.schema import Config
 from pdxfer.core.errors import ConfigError
 from pdxfer.launcher.machine import Machine
+from pdxfer.launcher.names import check_names
 from pdxfer.launcher.placement import EnginePlan
 from pdxfer.launcher.spec import PortUse, ProcessSpec
 from pdxfer.transport.device import device_problem
@@ -49,6 +50,7 @@ def engine_process(inputs: Inputs, engine: EnginePlan, depends_on: tuple[str, ..
     host = network.bind_address(config)
     _check_exposure(config, inputs.token)
     _check_channels(inputs, engine)
+    check_names(config)
     _check_flags((*config.engine.extra_args, *inputs.vllm_args))
     is_fake = config.engine.kind == "fake"
     return ProcessSpec(

@@ -118,6 +118,14 @@ def find_factory(url: str) -> TierFactory:
     raise ConfigError(_unknown(name, url))
 
 
+def check_scheme(url: str) -> None:
+    """Raise ConfigError if nobody serves this URL; imports nothing."""
+    name = scheme_of(url)
+    is_known = name in BUILT_IN or name == PEER or entry_points(group=ENTRY_POINTS, name=name)
+    if not is_known and not _MODULE_CLASS.fullmatch(url):
+        raise ConfigError(_unknown(name, url))
+
+
 def _shared(tier: TierConfig, socket: str) -> TierConfig:
     """With a store process on the host, `dram:` is its memory."""
     if not socket or scheme_of(tier.url) != "dram":
