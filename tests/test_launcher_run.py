@@ -15,12 +15,16 @@ import pytest
 
 from pdxfer.config.load import load
 from pdxfer.config.schema import Config
+from pdxfer.core.errors import CutOffError
+from pdxfer.launcher.child import Child
 from pdxfer.launcher.errors import LaunchError
+from pdxfer.launcher.reaper import Reaper
 from pdxfer.launcher.run import run_directory, run_plan
 from pdxfer.launcher.spec import PortUse, ProcessSpec
 
 SERVER = """
-import socket, sys, time
+import signal, socket, sys, time
+if len(sys.argv) > 2: signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[2])))
 server = socket.socket(socket.AF_UNIX)
 server.bind(sys.argv[1])
 server.listen()
@@ -28,10 +32,10 @@ time.sleep(60)
 """
 
 
-def spec(folder: Path) -> ProcessSpec:
+def spec(folder: Path, *exit_code: str) -> ProcessSpec:
     path = str(folder / "s")
     return ProcessSpec(
-        name="a", argv=(sys.executable, "-c", SERVER, path), ready_url=f"unix:{path}", ready_timeout_s=30
+        name="a", argv=(sys.executable, "-c", SERVER, path, *exit_code), ready_url=f"unix:{path}", ready_timeout_s=30
     )
 
 
@@ -79,3 +83,34 @@ def test_the_configuration_of_a_long_run_is_not_cleared_away(monkeypatch: pytest
             fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(cleaner)
     assert list(tmp_path.iterdir()) == []
+
+
+async def stopped(one: ProcessSpec) -> None:
+    """Run it, and send SIGTERM when it is ready."""
+    out = io.StringIO()
+    async with asyncio.timeout(30):
+        await run_plan([one], os.environ, out, 0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+async def test_a_launch_whose_proxy_cut_requests_off_has_failed(tmp_path: Path) -> None:
+    """Time was up, or it had to be killed; an engine's exit code says nothing of the kind."""
+    await stopped(spec(tmp_path, "1"))
+    (tmp_path / "s").unlink()
+    await stopped(replace(spec(tmp_path, "0"), drains=True))
+    (tmp_path / "s").unlink()
+    with pytest.raises(CutOffError, match="a left before all requests had ended"):
+        await stopped(replace(spec(tmp_path, "1"), drains=True))
+
+
+async def test_a_child_that_is_gone_is_not_killed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal comes long after some have left; their process ids may be somebody else's."""
+    reaper = Reaper()
+    reaper.start()
+    one = ProcessSpec(name="a", argv=("true",), ready_url="unix:", ready_timeout_s=1)
+    child = Child.start(one, os.environ, lambda line: None, reaper)
+    assert await child.wait() == 0
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
+    child.kill()
+    reaper.close()
+    assert killed == []

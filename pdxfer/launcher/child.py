@@ -89,7 +89,9 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kill the whole group; does nothing when it is gone."""
+        """Kill the whole group; does nothing when it is gone, for its number may be another's by then."""
+        if self._gone.is_set():
+            return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

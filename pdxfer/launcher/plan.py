@@ -68,6 +68,7 @@ def _router(inputs: Inputs) -> ProcessSpec:
         ready_url=f"{network.local_url(host, config.controller.port)}/health",
         ready_timeout_s=_ROUTER_TIMEOUT_S,
         stop_order=2,
+        drains=True,
     )
 
 
@@ -104,6 +105,7 @@ def _proxy(inputs: Inputs, engines: Sequence[EnginePlan]) -> ProcessSpec:
         depends_on=("router", *(engine.engine_id for engine in engines)),
         stop_order=0,
         stop_timeout_s=config.proxy.drain_timeout_s + 5.0,
+        drains=True,
     )
 
 

@@ -74,7 +74,7 @@ async def run_plan(
     on_ready: Callable[[], None],
 ) -> None:
     """Start, keep up, and take down at a signal. Raises LaunchError if something could not be started or kept, and
-    CutOffError if a second signal killed it."""
+    CutOffError if requests were cut off then."""
     console = Console(stream, [spec.name for spec in specs])
     supervisor = Supervisor(specs, environ, console, max_restarts=max_restarts)
     asked, forced = asyncio.Event(), asyncio.Event()
@@ -94,6 +94,8 @@ async def run_plan(
             console.note("all processes have left")
     if forced.is_set():
         raise CutOffError("a second signal came while processes were draining: those that still ran were killed")
+    if supervisor.cut_off:
+        raise CutOffError(f"{' and '.join(supervisor.cut_off)} left before all requests had ended: see the log above")
 
 
 def _on_signals(supervisor: Supervisor, asked: asyncio.Event, forced: asyncio.Event, console: Console) -> None:

@@ -38,6 +38,8 @@ class ProcessSpec:
     """Smaller numbers are told to leave first."""
     stop_timeout_s: float = 10.0
     """Killed if it has not left by then."""
+    drains: bool = False
+    """Leaves with exit code 0 only if it has cut nothing off."""
 
     def environment(self, inherited: dict[str, str]) -> dict[str, str]:
         """The environment of the child, made from ours."""

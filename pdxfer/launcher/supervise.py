@@ -70,6 +70,11 @@ class Supervisor:
         """Processes that are not ready → why."""
         return {keeper.spec.name: keeper.reason for keeper in self._keepers if not keeper.is_ready}
 
+    @property
+    def cut_off(self) -> list[str]:
+        """Processes that `stop` has ended before what they served had."""
+        return [keeper.spec.name for keeper in self._keepers if keeper.has_cut_off]
+
     def pid(self, name: str) -> int:
         """Process id of a running child, 0 if it is down."""
         return next((k.child.pid for k in self._keepers if k.spec.name == name and k.child), 0)
@@ -145,7 +150,7 @@ class _Keeper:
         self._ready, self._max_restarts = ready, max_restarts
         self._prober = Prober(spec.ready_url)
         self.child: Child | None = None
-        self.is_stopping = False
+        self.is_stopping = self.has_cut_off = False
         self.state = "waiting"
 
     @property
@@ -188,11 +193,12 @@ class _Keeper:
         self.state = "stopping"
         child.terminate()
         try:
-            await asyncio.wait_for(asyncio.shield(child.wait()), self.spec.stop_timeout_s)
+            code = await asyncio.wait_for(asyncio.shield(child.wait()), self.spec.stop_timeout_s)
         except TimeoutError:
             self._output.note(f"{self.spec.name} did not leave within {self.spec.stop_timeout_s:g} s: killed")
             child.kill()
-            await child.wait()
+            code = await child.wait()
+        self.has_cut_off = self.spec.drains and self.is_ready and code != 0
         self.state = "stopped"
 
     async def _run_once(self, was_ready: bool) -> int:
