@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm import LLM as VllmLLM
 
-from pdxfer.config.offline import transfer_config
+from pdxfer.config.offline import as_tokens, transfer_config
 from pdxfer.core.errors import ConfigError
 
 
@@ -34,9 +34,12 @@ class LLM(VllmLLM):
 
     def lookup(self, token_ids: list[int], cache_salt: str = "") -> int:
         """How many leading chunks of this prompt the tiers hold, on every rank."""
-        return int(min(self.collective_rpc("pdxfer_lookup", args=(token_ids, cache_salt))))
+        return int(min(self.collective_rpc("pdxfer_lookup", args=(as_tokens(token_ids), cache_salt))))
 
     def get(self, token_ids: list[int], start_chunk: int = 0, cache_salt: str = "") -> list[list[bytes]]:
         """The verified KV of its chunks from `start_chunk` on, up to the first that no tier has: raw bytes, layer by
         layer and block by block, a list a rank."""
-        return [list(chunks) for chunks in self.collective_rpc("pdxfer_get", args=(token_ids, cache_salt, start_chunk))]
+        if start_chunk < 0:
+            raise ConfigError(f"pdxfer.LLM.get: start_chunk is {start_chunk}: chunks are counted from 0")
+        args = (as_tokens(token_ids), cache_salt, start_chunk)
+        return [list(chunks) for chunks in self.collective_rpc("pdxfer_get", args=args)]

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pdxfer.config.load import find_config, load_config
-from pdxfer.config.offline import store_settings, transfer_config
+from pdxfer.config.offline import as_tokens, store_settings, transfer_config
 from pdxfer.config.store import StoreConfig, TierConfig
 from pdxfer.connector import rpc
 from pdxfer.core.clock import SYSTEM_CLOCK
@@ -125,6 +126,23 @@ def test_a_path_is_as_good_as_text() -> None:
     flags = transfer_config({"config": find_config("cpu-both"), "local_disk": Path("/d")})
     assert flags["kv_connector_extra_config"]["config"] == str(find_config("cpu-both"))
     assert "file:///d" in flags["kv_connector_extra_config"]["set"][1]
+
+
+def test_token_ids_are_numbers() -> None:
+    """Of any library; text is said to need a tokenizer."""
+    assert as_tokens(np.array([1, 2])) == [1, 2] and as_tokens((3,)) == [3]
+    for wrong in ("hello", 5, [[1, 2]], [1.5]):
+        with pytest.raises(ConfigError, match="give a list of token ids"):
+            as_tokens(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_chunk_before_the_first_is_refused() -> None:
+    """It would be the last one."""
+    import pdxfer
+
+    with pytest.raises(ConfigError, match="start_chunk is -1: chunks are counted from 0"):
+        pdxfer.LLM.get(pdxfer.LLM.__new__(pdxfer.LLM), [1], start_chunk=-1)
 
 
 @pytest.mark.slow

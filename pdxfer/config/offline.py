@@ -1,9 +1,11 @@
 """The `cache` argument of pdxfer.LLM → vLLM's kv_transfer_config. Imports no vllm."""
 
+from collections.abc import Iterable
 from difflib import get_close_matches
+from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 from urllib.parse import quote
 
 import msgspec
@@ -49,6 +51,17 @@ def transfer_config(cache: dict[str, Any]) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+
+
+def as_tokens(token_ids: Iterable[SupportsIndex]) -> list[int]:
+    """Token ids of any integer type, as plain numbers. Raises ConfigError for anything else, such as text."""
+    try:
+        return [index(token) for token in token_ids]
+    except TypeError as error:
+        raise ConfigError(
+            f"pdxfer.LLM: token_ids is a {type(token_ids).__name__}: give a list of token ids, as "
+            "llm.get_tokenizer().encode(text) makes it"
+        ) from error
 
 
 def store_settings(cache: dict[str, Any]) -> list[str]:
