@@ -1,9 +1,10 @@
 """Who waits for whom at the router: requests of other sizes and models, engines that are not there. Pure."""
 
 import pytest
-from test_router_state import PROXY, World, one_pair
+from test_router_state import PROXY, World, ended, one_pair, sched, worker
 
-from pdxfer.wire.messages import Busy, FromRouter, Local, Pairing, Release
+from pdxfer.router.events import SetCreditLimit
+from pdxfer.wire.messages import Busy, CancelGrant, FromRouter, LegFailed, Local, Pairing, Release, Resume, Started
 from pdxfer.wire.version import Decoder, encode
 
 
@@ -87,3 +88,45 @@ def test_a_request_that_is_given_up_keeps_nothing_free_and_gets_no_answer() -> N
     assert isinstance(world.answer("small1"), Pairing)
     world.beat("d0", free_blocks=1000)
     assert world.answers("big") == [] and world.refused("late") == 0
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+def test_no_engine_is_kept_for_a_request_that_it_can_never_take(limit: int | None) -> None:
+    """One block of an engine is never free, and an operator may allow fewer: nobody else would be served meanwhile."""
+    world = one_pair(max_bypasses=1)
+    world.beat("d0", free_blocks=999)
+    if limit is not None:
+        world.act(world.state.handle(SetCreditLimit(engine_id="d0", num_blocks=limit), world.now))
+    world.ask("big", num_tokens=16 * (1000 if limit is None else 101) - 1, deadline_s=1.0)
+    for number in range(4):
+        world.ask(f"small{number}", num_tokens=16 * 20 - 1)
+        world.beat("d0", free_blocks=999)
+        assert isinstance(world.answer(f"small{number}"), Pairing)
+    if limit is None:
+        assert isinstance(world.answer("big"), Local)
+        return
+    world.tick(1.1)
+    answer = world.answer("big")
+    assert isinstance(answer, Busy) and "credit limit" in answer.reason
+
+
+@pytest.mark.parametrize("how", ["lost", "over", "unknown", "moved"])
+def test_a_prefill_that_begins_too_late_is_told_so(how: str) -> None:
+    """It was away when its pairing went on without it: it would hold the prompt's blocks until its deadline."""
+    world = one_pair()
+    world.ask()
+    if how == "lost":
+        world.say(PROXY, LegFailed(transfer_id="t-1", leg="prefill", reason="no answer", epoch=1))
+    elif how == "over":
+        world.say(sched("d0"), ended("t-1"))
+    elif how == "moved":
+        world.join("p1", "prefill")
+        world.connect("p1", "d0")
+        resume = Resume(transfer_id="t-1", epoch=2, first_missing=0, num_missing_tokens=900, reason="lost")
+        world.say(sched("d0"), resume)
+    world.sent.clear()
+    transfer_id = "t-9" if how == "unknown" else "t-1"
+    world.say(sched("p0"), Started(transfer_id=transfer_id, num_tokens=1000))
+    told = [message.transfer_id for message in world.to(sched("p0"), CancelGrant)]
+    assert told == [transfer_id] and len(world.to(worker("p0"), CancelGrant)) == 1
+    assert world.to(sched("d0"), Started) == []

@@ -53,7 +53,10 @@ def test_words_of_an_attempt_that_is_over_do_not_reach_the_next_one() -> None:
     world.say(PROXY, LegFailed(transfer_id="t-1", leg="prefill", reason="reset"))
     world.say(sched("p0"), Started(transfer_id="t-1", num_tokens=1000))
     world.say(sched("p0"), LegFailed(transfer_id="t-1", leg="prefill", reason="no channel"))
-    assert not world.sent
+    assert {(route, type(message)) for route, message in world.sent} == {
+        (worker("p0"), CancelGrant),
+        (sched("p0"), CancelGrant),
+    }
     assert (world.refused("stale"), world.refused("foreign")) == (4, 2)
 
 

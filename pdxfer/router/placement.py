@@ -145,7 +145,7 @@ class Placement:
             fitting = [
                 DecodeOffer(decode.engine_id, decode.credit.available, _block_size(decode))
                 for decode in takes
-                if _fits(decode, oldest.pair)
+                if _fits(decode, oldest.pair, decode.credit.limit)
             ]
             best = max(fitting, key=lambda offer: (offer.credit_blocks, offer.engine_id), default=None)
             self._kept = (oldest.key, best.engine_id) if best is not None else None
@@ -164,6 +164,8 @@ class Placement:
         pairs = self._cluster.pairs(pair.model)
         if not pairs:
             return f"no decode engine serves {pair.model!r}" if pair.model else "no decode engine is ready"
+        if not any(_fits(decode, pair, decode.credit.limit) for decode, _ in pairs):
+            return "the prompt is larger than the credit limit of every decode engine"
         return "no decode engine has enough free KV blocks"
 
     # ---- answering -------------------------------------------------------------------------------------------
@@ -250,5 +252,7 @@ def _num_blocks(engine: Engine) -> int:
     return engine.hello.capacity.num_blocks
 
 
-def _fits(decode: Engine, pair: Pair) -> bool:
-    return num_blocks_needed(pair.num_tokens, _block_size(decode)) <= _num_blocks(decode)
+def _fits(decode: Engine, pair: Pair, limit: int | None = None) -> bool:
+    """Whether it could ever take the prompt, within an operator's limit. vLLM keeps one block for itself."""
+    most = _num_blocks(decode) - 1
+    return num_blocks_needed(pair.num_tokens, _block_size(decode)) <= (most if limit is None else min(most, limit))

@@ -44,15 +44,21 @@ class Relay:
     # ---- from engines ----------------------------------------------------------------------------------------
 
     def started(self, sender: Engine, message: Started, now: float) -> None:
-        """prefill → decode: time to grant."""
+        """prefill → decode: time to grant. Who comes too late (it was lost, and is back) is told that no grant will
+        come, so that it does not hold the prompt until its deadline."""
         lease = self._lease_of(message.transfer_id, prefill=sender)
-        if lease is not None:
-            self._leases.renew(lease, now + self.lease_s)
-            relayed = Started(
-                transfer_id=message.transfer_id, num_tokens=message.num_tokens, prefill_id=sender.engine_id,
-                epoch=lease.attempt,
-            )  # fmt: skip
-            self._out.send_link(lease.decode.sched, relayed)
+        if lease is None or lease.is_prefill_lost:
+            known = self._leases.get(message.transfer_id)
+            if known is None or known.decode is not sender:
+                late = CancelGrant(transfer_id=message.transfer_id, reason="nobody waits for this prompt any more")
+                self._to_all_of(sender, late)
+            return
+        self._leases.renew(lease, now + self.lease_s)
+        relayed = Started(
+            transfer_id=message.transfer_id, num_tokens=message.num_tokens, prefill_id=sender.engine_id,
+            epoch=lease.attempt,
+        )  # fmt: skip
+        self._out.send_link(lease.decode.sched, relayed)
 
     def grant(self, sender: Engine, message: Grant, now: float) -> None:
         """decode → prefill, workers first: permission to fill blocks."""
@@ -228,9 +234,13 @@ class Relay:
             self._out.send(ended, lease.proxy)
 
     def _to_prefill(self, lease: Lease, message: Grant | CancelGrant) -> None:
-        routes = lease.prefill.worker_routes
-        if lease.prefill.sched is not None:
-            routes = (*routes, lease.prefill.sched.route)
+        self._to_all_of(lease.prefill, message)
+
+    def _to_all_of(self, engine: Engine, message: Grant | CancelGrant) -> None:
+        """Workers first."""
+        routes = engine.worker_routes
+        if engine.sched is not None:
+            routes = (*routes, engine.sched.route)
         self._out.send(message, *routes)
 
     def _wait_no_more(self, lease: Lease, reason: str) -> None:
