@@ -62,6 +62,9 @@ def test_an_engine_gets_the_connector_its_core_and_its_port() -> None:
     assert specs["p0"].env["VLLM_CPU_OMP_THREADS_BIND"] == "0"
     assert specs["d0"].env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
     assert specs["p0"].argv[specs["p0"].argv.index("--kv-cache-memory-bytes") + 1] == str(1 << 30)
+    assert specs["p0"].argv[specs["p0"].argv.index("--shutdown-timeout") + 1] == "15", (
+        "vLLM would abort what runs at once"
+    )
 
 
 def test_cores_are_shared_out_equally_unless_a_place_names_them() -> None:

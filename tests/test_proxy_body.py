@@ -95,6 +95,7 @@ def test_a_batch_of_conversations_is_not_paired() -> None:
 def test_tokens_are_counted_or_estimated() -> None:
     assert parsed(prompt=[5] * 77).num_tokens == 77
     assert parsed(prompt="x" * 400).num_tokens == 100
+    assert parsed(prompt="\u6f22\u5b57" * 200).num_tokens == 300, "about a token a character"
     parts = [{"role": "user", "content": [{"type": "text", "text": "y" * 80}, {"type": "image_url"}]}]
     assert parsed("chat", messages=parts).num_tokens == 20
 

@@ -51,7 +51,7 @@ class EngineConfig(Section, frozen=True):
     startup_timeout_s: Seconds = 600.0
     """An engine that is not ready after this ends the launch; after a restart it is reported and waited for."""
     stop_timeout_s: Seconds = 20.0
-    """After SIGTERM an engine has this long to leave; then it is killed."""
+    """After SIGTERM an engine has this long to finish what runs (all but 5 s of it) and to leave; then it is killed."""
     max_restarts: Annotated[int, Meta(ge=0)] = 3
     """How often a process that died is started again before the launch gives up; five quiet minutes reset the count."""
 
@@ -109,7 +109,7 @@ class RouterConfig(Section, frozen=True):
     port: Port = 5570
     """ZMQ port the router listens on."""
     min_remote_tokens: Annotated[int, Meta(ge=0)] = 256
-    """Shorter prompts go to a decode engine alone."""
+    """Shorter prompts go to a decode engine alone. Text is counted as one token for four bytes."""
     max_queue: Count = 1024
     """Requests that may wait for capacity; more are answered 503 with Retry-After."""
     max_wait_s: Seconds = 120.0

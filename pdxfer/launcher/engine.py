@@ -19,6 +19,9 @@ from pdxfer.transport.device import device_problem
 OUR_VARIABLES = ("PDXFER_*__*",)
 """Settings in the environment: already part of the configuration that children are given."""
 
+LEAVE_S = 5.0
+"""Of `engine.stop_timeout_s`: what is left to an engine after its last request."""
+
 OUR_FLAGS = {
     "--model": "model.path, or --model before the --",
     "--served-model-name": "model.served_name",
@@ -131,6 +134,7 @@ def _vllm_flags(config: Config) -> list[str]:
         "--block-size": engine.block_size,
         "--kv-cache-memory-bytes": int(engine.kv_cache_gib * (1 << 30)),
         "--gpu-memory-utilization": engine.gpu_memory_fraction,
+        "--shutdown-timeout": max(1, int(engine.stop_timeout_s - LEAVE_S)),
     }
     for flag, number in numbers.items():
         flags += [flag, str(number)] if number else []

@@ -16,8 +16,9 @@ from pdxfer.proxy.errors import ApiError
 JsonObject = dict[str, object]
 Endpoint = Literal["completions", "chat"]
 
-CHARS_PER_TOKEN = 4
-"""Rule of thumb for English text under byte-pair encodings; only for the router's estimate of load."""
+BYTES_PER_TOKEN = 4
+"""Rule of thumb, of UTF-8, for English text under byte-pair encodings; scripts of three bytes a character come near it,
+too. For the router's estimate of load, and of whether a prompt is short."""
 
 MAX_NAME_CHARS = 1024
 """Of a model; what wire.messages allows, with room for characters of several bytes."""
@@ -41,7 +42,7 @@ class Parsed:
     """Empty if the client named none."""
     stream: bool
     num_tokens: int
-    """Estimate: exact for token ids, else characters / CHARS_PER_TOKEN."""
+    """Estimate: exact for token ids, else bytes / BYTES_PER_TOKEN."""
     local_reason: str
     """Why it cannot be paired (a value of metrics.catalog.FALLBACKS), or empty."""
 
@@ -202,7 +203,7 @@ def _messages(body: JsonObject) -> tuple[int, str]:
     messages = body.get("messages")
     if isinstance(messages, list) and messages:
         if all(isinstance(item, dict) for item in messages):
-            return max(1, sum(_text_chars(item) for item in messages) // CHARS_PER_TOKEN), ""
+            return max(1, sum(_text_bytes(item) for item in messages) // BYTES_PER_TOKEN), ""
         if all(isinstance(item, list) for item in messages):
             return 0, "prompt_list"
     raise ApiError(
@@ -213,19 +214,23 @@ def _messages(body: JsonObject) -> tuple[int, str]:
     )
 
 
-def _text_chars(message: JsonObject) -> int:
-    """Characters of a message's text, in either form of `content`."""
+def _text_bytes(message: JsonObject) -> int:
+    """Length of a message's text, in either form of `content`."""
     content = message.get("content")
     if isinstance(content, str):
-        return len(content)
+        return _num_bytes(content)
     if not isinstance(content, list):
         return 0
     texts = (part.get("text") for part in content if isinstance(part, dict))
-    return sum(len(text) for text in texts if isinstance(text, str))
+    return sum(_num_bytes(text) for text in texts if isinstance(text, str))
 
 
 def _estimate(text: str) -> int:
-    return max(1, len(text) // CHARS_PER_TOKEN)
+    return max(1, _num_bytes(text) // BYTES_PER_TOKEN)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _check(body: JsonObject, name: str, kind: type, wanted: str) -> None:

@@ -21,7 +21,7 @@ infinistore() {
     "$1/bin/pip" install --no-deps --no-compile --disable-pip-version-check -r "$here/infinistore.lock" &&
     gcc -shared -fPIC -O1 -o "$1/libfakeibv.so" "$here/fakeibv.c"
 }
-azurite() { cp "$here/azurite/package.json" "$1" && npm install --prefix "$1" --no-audit --no-fund --loglevel=error; }
+azurite() { cp "$here/azurite/package.json" "$1" && npm install --prefix "$1" --no-audit --no-fund --loglevel=error --fetch-timeout=60000 --fetch-retries=1; }
 
 jobs=()
 once infinistore "$here/infinistore.lock $here/fakeibv.c" infinistore & jobs+=($!)
