@@ -45,6 +45,9 @@ def test_damaged_tables_are_refused() -> None:
     data = some().to_bytes()
     with pytest.raises(TablesError, match="codec 'klt' where 'cachegen'"):
         TableFile.from_bytes(data, "cachegen")
+    with pytest.raises(TablesError, match="no tables of pdxfer") as refused:
+        TableFile.from_bytes(b"root:x:0" * 100, "klt")
+    assert "root" not in str(refused.value), "what is in a file of others is nobody's business"
     for at in range(0, len(data), 3):
         with pytest.raises(TablesError):
             TableFile.from_bytes(data[:at], "klt")

@@ -340,9 +340,17 @@ def test_what_operators_change_is_so_afterwards(
     assert "started as prefill" in api.put("/v1/nodes/p0/role", json={"role": "decode"}).text
     assert api.put("/v1/nodes/e1/credit", json={"limit_blocks": 5}).json()["credit_blocks"] == 5
     assert api.put("/v1/nodes/e1/credit", json={"limit_blocks": None}).json()["credit_blocks"] == 1000
+    assert api.put("/v1/nodes/e1/credit", json={"limit_blocks": 0}).json()["credit_blocks"] == 0
+    events = api.get("/v1/events").json()["events"]
+    limits = [event["detail"]["blocks"] for event in events if event["kind"] == "credit_limit"]
+    assert limits == ["5", "none", "0"]
+    api.put("/v1/nodes/e1/credit", json={"limit_blocks": None})
     assert api.patch("/v1/policy", json={"min_remote_tokens": 64, "max_queue": 7}).json()["max_queue"] == 7
     assert router._state.placement.queue.max_len == 7 and router._state.placement._settings.min_remote_tokens == 64
-    assert api.patch("/v1/policy", json={"max_queue": 0}).status_code == 422
+    policy = api.get("/v1/policy").text
+    assert '"min_remote_tokens":64,' in policy and '"max_wait_s":120.0,' in policy
+    assert '"max_queue":9,' in api.patch("/v1/policy", json={"max_queue": 9}).text
+    assert api.patch("/v1/policy", json={"max_queue": 0, "lease_s": 5}).status_code == 422
     level = api.put("/v1/nodes/e0/log-level", json={"level": "DEBUG"})
     assert level.status_code == 200 and level.json()["ranks"][0]["log_level"] == "DEBUG"
     assert api.put("/v1/log-level", json={"level": "INFO"}).json() == {"level": "INFO"}

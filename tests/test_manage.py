@@ -458,8 +458,9 @@ async def test_a_file_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path):
         bad += [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(0, len(good), 97)]
         for data in bad:
             path.write_bytes(data)
-            with pytest.raises(PortableError, match="prefix.kv"):
+            with pytest.raises(PortableError, match="prefix.kv") as refused:
                 await portable.import_(r.store, lambda *p: None, path)
+            assert "hello" not in str(refused.value), "what is in a file of others is nobody's business"
         assert held(r, 0) == set()
         with pytest.raises(PortableError, match="cannot read"):
             await portable.import_(r.store, lambda *p: None, tmp_path / "none")

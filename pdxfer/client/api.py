@@ -124,13 +124,13 @@ class ControllerClient:
             path = f"/v1/proxies/{quote(proxy_id, safe='')}/log-level"
         self._ask("PUT", path, dict[str, Any], body={"level": level})
 
-    def policy(self) -> dict[str, float]:
+    def policy(self) -> dict[str, int | float]:
         """The router's live settings."""
-        return self._ask("GET", "/v1/policy", dict[str, float])
+        return self._ask("GET", "/v1/policy", dict[str, int | float])
 
-    def set_policy(self, **changes: float) -> dict[str, float]:
+    def set_policy(self, **changes: float) -> dict[str, int | float]:
         """Change live settings. Returns all of them afterwards."""
-        return self._ask("PATCH", "/v1/policy", dict[str, float], body=changes)
+        return self._ask("PATCH", "/v1/policy", dict[str, int | float], body=changes)
 
     # ---- operations on the stores ----------------------------------------------------------------------------
 

@@ -78,8 +78,10 @@ class TableFile:
         if not _HEAD.size + DIGEST_BYTES <= len(data) <= MAX_BYTES:
             raise TablesError(f"{len(data)} bytes are no tables")
         magic, version, _, header_bytes, _ = _HEAD.unpack(data[: _HEAD.size])
-        if magic != MAGIC or version != VERSION:
-            raise TablesError(f"tables start with {magic!r} version {version}; this pdxfer reads {MAGIC!r} {VERSION}")
+        if magic != MAGIC:
+            raise TablesError(f"these are no tables of pdxfer: they do not start with {MAGIC!r}")
+        if version != VERSION:
+            raise TablesError(f"tables are of version {version}; this pdxfer reads version {VERSION}")
         digest = bytes(data[-DIGEST_BYTES:])
         if blake3(data[:-DIGEST_BYTES]).digest(length=DIGEST_BYTES) != digest:
             raise TablesError("the tables' digest is wrong: damaged or cut")

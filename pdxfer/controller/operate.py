@@ -166,12 +166,12 @@ def add_operate(app: FastAPI, router: RouterServer) -> None:
         return router_level()
 
     @app.get("/v1/policy")
-    def policy() -> dict[str, float]:
+    def policy() -> dict[str, int | float]:
         """Live settings as they are."""
         return router.snapshot().policy
 
     @app.patch("/v1/policy")
-    def set_policy(new: Policy) -> dict[str, float]:
+    def set_policy(new: Policy) -> dict[str, int | float]:
         """Change live settings; not kept across a restart, where the configuration counts."""
         changes = new.model_dump(exclude_none=True)
         try:

@@ -146,7 +146,7 @@ class Snapshot:
     """Leases ended since start, by outcome."""
     proxies: list[ProxyView] = field(default_factory=list)
     flows: list[FlowView] = field(default_factory=list)
-    policy: dict[str, float] = field(default_factory=dict)
+    policy: dict[str, int | float] = field(default_factory=dict)
     """Live settings, by name."""
 
 

@@ -238,7 +238,8 @@ class RouterState:
                 self.cluster.set_role(engine, event.role)
         elif isinstance(event, SetCreditLimit):
             engine.credit.limit = event.num_blocks
-            self.out.happened("credit_limit", engine_id=engine.engine_id, blocks=str(event.num_blocks or "none"))
+            shown = "none" if event.num_blocks is None else str(event.num_blocks)
+            self.out.happened("credit_limit", engine_id=engine.engine_id, blocks=shown)
         else:
             self.out.send(event.message, *engine.worker_routes)
             if not event.workers_only:

@@ -147,8 +147,8 @@ class SlabFiles:
         is_whole = check_header(bytes(head), self._name("table"))
         if not is_whole and not self._is_our_table(bytes(head), size):
             raise ConfigError(
-                f"disk tier: {self._name('table')} is not the table of a disk tier (starts with {bytes(head[:8])!r});"
-                " give store.tiers[].url a directory of its own"
+                f"disk tier: {self._name('table')} is not the table of a disk tier; give store.tiers[].url a directory"
+                " of its own"
             )
         if size < plan.table_bytes:
             self._files.allocate(self.table, size, plan.table_bytes - size)

@@ -173,7 +173,7 @@ def _checked(file: BinaryIO, path: Path, store: TieredStore) -> list[tuple[int, 
     size = os.fstat(file.fileno()).st_size
     head = file.read(_HEAD.size + _HEAD_CHECK.size)
     if len(head) < _HEAD.size + _HEAD_CHECK.size or not head.startswith(MAGIC):
-        raise PortableError(f"{path} is not an export of pdxfer: it starts with {head[:8]!r}")
+        raise PortableError(f"{path} is not an export of pdxfer")
     _, version, identity, num_chunks = _HEAD.unpack(head[: _HEAD.size])
     if version != VERSION:
         raise PortableError(f"{path} is of version {version}; this pdxfer reads version {VERSION}")

@@ -148,7 +148,10 @@ class Stream:
             self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
 
     def _broken(self, error: OSError) -> ServerError:
-        return ServerError(_reason(error), f"connection to {self.address}: {error}")
+        reason = _reason(error)
+        if reason is Reason.TIMEOUT:  # the kernel's word for it is "Resource temporarily unavailable"
+            return ServerError(reason, f"{self.address} did not answer in time")
+        return ServerError(reason, f"connection to {self.address}: {error}")
 
 
 def _reason(error: Exception) -> Reason:
