@@ -1,23 +1,32 @@
 """The management API over a real router: readiness, nodes, drain, events, metrics, token, signals."""
 
+import asyncio
 import json
+import logging
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 from router_kit import SmallEngine, make_hello, wait_until
+from uvicorn.server import ServerState
 
 from pdxfer.controller.app import serve
+from pdxfer.controller.http_server import http_protocol
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
 from pdxfer.core.errors import ConfigError, ListenError
 from pdxfer.router.server import RouterServer, RouterSettings
 
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 TOKEN = {"Authorization": "Bearer s3cret"}
 
 
@@ -157,6 +166,53 @@ def test_the_process_serves_until_a_signal_and_exits_cleanly(number: signal.Sign
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+async def _answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    """An application that reads the body first."""
+    while (message := await receive()).get("more_body"):
+        pass
+    if message["type"] == "http.request":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second request"])
+@pytest.mark.parametrize(
+    "sends",
+    [b"", b"GET / HTTP/1.1\r\nX-Half: ", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{"],
+    ids=["nothing", "half a head", "half a body"],
+)
+@pytest.mark.parametrize("drips", [False, True], ids=["", "drips"])
+async def test_a_client_that_does_not_send_its_whole_request_is_cut_off(
+    before: bytes, sends: bytes, drips: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A byte now and then is not enough."""
+    loop = asyncio.get_running_loop()
+    config = uvicorn.Config(_answer, http=http_protocol(0.3), lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    server = await loop.create_server(
+        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}),  # type: ignore[call-arg]
+        "127.0.0.1",
+        0,
+    )
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    async with asyncio.timeout(20.0):
+        if before:
+            writer.write(before)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.write(sends)
+        with suppress(ConnectionError):
+            while drips and sends and not reader.at_eof():
+                writer.write(b"x")
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(1), 0.02)
+            assert await reader.read() == b""
+    writer.close()
+    server.close()
+    await asyncio.gather(*state.tasks)
+    assert not state.connections and not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 def _get(url: str) -> object:

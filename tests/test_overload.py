@@ -158,6 +158,46 @@ async def test_a_client_that_does_not_send_its_body_is_answered_408() -> None:
             await writer.wait_closed()
 
 
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half: "
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A byte each 20 ms, until the other side ends it."""
+    with suppress(ConnectionError):
+        while not reader.at_eof():
+            writer.write(b"x")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.02)
+
+
+@pytest.mark.parametrize("drips", [False, True], ids=["", "drips"])
+@pytest.mark.parametrize(
+    ("before", "sends"),
+    [(b"", b""), (b"", HALF), (WHOLE, HALF)],
+    ids=["nothing", "half a head", "half a second head"],
+)
+async def test_a_client_that_does_not_end_its_head_is_cut_off(before: bytes, sends: bytes, drips: bool) -> None:
+    """Also one that keeps sending. Between requests a connection may wait, as long as aiohttp's keep-alive."""
+    async with rig(settings={"client_stall_s": 0.2}) as r:
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.proxy.port)
+        async with asyncio.timeout(20.0):
+            if before:
+                writer.write(before)
+                assert (await reader.readuntil(b"}")).endswith(b'{"status":"ok"}')
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(reader.read(1), 0.5)
+            writer.write(sends)
+            if drips:
+                await drip(reader, writer)
+            else:
+                assert await reader.read() == b""
+        assert await r.get("/health") == (200, {"status": "ok"})
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
 # ---- the whole path --------------------------------------------------------------------------------------------------
 
 PROMPT_TOKENS = 500

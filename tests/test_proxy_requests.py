@@ -475,11 +475,12 @@ async def test_what_is_no_http_is_refused_and_the_proxy_lives(data: bytes) -> No
     [
         ("GET /" + "a" * 20_000, 400, "invalid_http"),
         ("GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + "b" * 20_000, 400, "invalid_http"),
+        ("\x01" * 7_000, 400, "invalid_http"),
         ("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: br", 415, "unsupported_encoding"),
         ("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip", 400, "invalid_body"),
         ("POST /health HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate", 404, "unknown_path"),
     ],
-    ids=["long URL", "long header", "unknown encoding", "broken gzip", "broken deflate that nobody reads"],
+    ids=["long URL", "long header", "garbage", "unknown encoding", "broken gzip", "broken deflate that nobody reads"],
 )
 async def test_what_no_route_has_seen_is_refused_in_openai_form_too(
     head: str, status: int, code: str, caplog: pytest.LogCaptureFixture
@@ -495,6 +496,7 @@ async def test_what_no_route_has_seen_is_refused_in_openai_form_too(
         assert start.split()[1] == str(status).encode() and b"application/json" in start
         error = json.loads(body)["error"]
         assert error["code"] == code and error["type"] and "\n" not in error["message"]
+        assert len(body) < 600, "what was sent is not echoed whole"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]
 
 

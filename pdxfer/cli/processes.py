@@ -58,6 +58,7 @@ def controller_settings(config: Config) -> ControllerSettings:
         token=read_token(config.security.token_file),
         allow_insecure=config.security.allow_insecure,
         drain_timeout_s=config.proxy.drain_timeout_s,
+        client_stall_s=config.proxy.client_stall_s,
     )
 
 

@@ -156,7 +156,8 @@ class ProxyConfig(Section, frozen=True):
     pair_timeout_s: Seconds = 150.0
     """Longest wait for the router's answer, the wait for capacity included (`router.max_wait_s`)."""
     client_stall_s: Seconds = 60.0
-    """A client that takes no more of its answer, or has not sent its whole request, for this long is cut off."""
+    """A client that takes no more of its answer, or has not sent its whole request, for this long is cut off.
+    The controller cuts off the latter too."""
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM running requests may finish for this long."""
 

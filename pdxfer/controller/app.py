@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from pdxfer.controller.board import Board
+from pdxfer.controller.http_server import http_protocol
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
 from pdxfer.core.errors import CutOffError, ListenError
@@ -73,8 +74,8 @@ async def _serve_http(router: RouterServer, settings: ControllerSettings, listen
     board.start()
     http = _HttpServer(
         uvicorn.Config(
-            make_app(router, settings, board), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_graceful_shutdown=2,
+            make_app(router, settings, board), http=http_protocol(settings.client_stall_s), ws="none", lifespan="off",
+            log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=2,
         )
     )  # fmt: skip
     asked, forced = asyncio.Event(), asyncio.Event()

@@ -225,7 +225,7 @@ class Proxy:
     async def _listen(self) -> None:
         self._runner = JsonRunner(
             self._app(), handler_cancellation=True, access_log=None, logger=HTTP_LOG, shutdown_timeout=0.2,
-            keepalive_timeout=75.0,
+            keepalive_timeout=75.0, stall_s=self._settings.client_stall_s,
         )  # fmt: skip
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port)

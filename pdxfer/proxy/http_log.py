@@ -8,6 +8,8 @@ import logging
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import RequestPayloadError
 
+_MAX_CHARS = 300
+
 
 class _BadRequests(logging.Filter):
     """One line at DEBUG instead of a traceback at ERROR; anyone can send what is no HTTP."""
@@ -15,10 +17,10 @@ class _BadRequests(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            reason = _line(error.message).replace("%", "%%")
+            reason = line(error.message).replace("%", "%%")
             return _quiet(record, f"refused what is no HTTP request, from %s: {reason}")
         if isinstance(error, RequestPayloadError):
-            return _quiet(record, f"a request's body could not be read to its end: {_line(str(error))}")
+            return _quiet(record, f"a request's body could not be read to its end: {line(str(error))}")
         return True
 
 
@@ -28,8 +30,10 @@ def _quiet(record: logging.LogRecord, text: str) -> bool:
     return HTTP_LOG.isEnabledFor(logging.DEBUG)
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def line(text: str) -> str:
+    """What aiohttp says of broken HTTP, as one line of bounded length: it quotes what was sent, all of it."""
+    whole = " ".join(text.split())
+    return whole if len(whole) <= _MAX_CHARS else f"{whole[:_MAX_CHARS]}..."
 
 
 HTTP_LOG = logging.getLogger("pdxfer.http")

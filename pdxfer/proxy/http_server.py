@@ -1,16 +1,22 @@
 """aiohttp's server, whose own refusals are in OpenAI's form too: what is no HTTP reaches neither route nor middleware.
 
-Used by app.py. Knows no path and no request of ours.
+Used by app.py. Knows no path and no request of ours. A client that begins no request, or does not come to the end of
+its head, is cut off.
 """
+
+import asyncio
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
 
 from pdxfer.proxy.errors import ApiError
+from pdxfer.proxy.http_log import HTTP_LOG, line
 
 
 class JsonRunner(web.AppRunner):
-    """An AppRunner whose server is ours."""
+    """An AppRunner whose server is ours. It takes `stall_s` too: how long the first request, or the rest of a head, may
+    take."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -29,7 +35,39 @@ class _Server(web.Server):
 
 
 class _Handler(web.RequestHandler):
-    __slots__ = ()
+    __slots__ = ("_late", "_stall_s")
+
+    def __init__(self, manager: web.Server, *, stall_s: float, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._stall_s = stall_s
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._late = self._loop.call_later(self._stall_s, self._cut_off)
+
+    def data_received(self, data: bytes) -> None:
+        """aiohttp waits (`_waiter`) while there is no whole head; bodies have the deadline of who reads them."""
+        num_before = self._request_count
+        super().data_received(data)
+        if self._request_count != num_before:
+            self._in_time()
+        elif self._late is None and self._waiter is not None and not self._waiter.done():
+            self._late = self._loop.call_later(self._stall_s, self._cut_off)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _cut_off(self) -> None:
+        self._late = None
+        HTTP_LOG.debug("cut off %s: no whole head within %g s (proxy.client_stall_s)", self.peername, self._stall_s)
+        self.force_close()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -50,4 +88,4 @@ def _refusal(status: int, error: BaseException | None, message: str) -> ApiError
             "the request body's Content-Encoding is not understood here; send it as it is, or with gzip or deflate",
             code="unsupported_encoding",
         )
-    return ApiError(status, f"the request cannot be read: {' '.join(message.split())}", code="invalid_http")
+    return ApiError(status, f"the request cannot be read: {line(message)}", code="invalid_http")

@@ -26,6 +26,7 @@ from pdxfer.proxy.engine_http import EngineHttp, LegError
 from pdxfer.proxy.engines import Engines
 from pdxfer.proxy.errors import ApiError
 from pdxfer.proxy.exchange import Exchange
+from pdxfer.proxy.http_log import line
 from pdxfer.proxy.legs import Legs
 from pdxfer.proxy.outcome import accounted
 from pdxfer.proxy.pairer import Pairer
@@ -186,7 +187,7 @@ class Service:
                 code="body_too_large",
             ) from error
         except (aiohttp.ClientError, web.RequestPayloadError, ValueError) as error:
-            message = f"the request body cannot be read: {' '.join(str(error).split())}"
+            message = f"the request body cannot be read: {line(str(error))}"
             raise ApiError(400, message, code="invalid_body") from error
 
     async def _check_model(self, model: str) -> None:
