@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -144,6 +145,16 @@ def test_a_taken_port_and_too_little_memory_are_found() -> None:
         found = by_name(machine.check_machine(settings, specs, 2, 1 << 30))
     assert found["ports"].status == "blocks" and "router.port" in found["ports"].text
     assert found["memory"].status == "warning"
+
+
+def test_too_few_descriptors_for_the_requests_in_flight_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the hard limit: launch raises the soft one."""
+    settings = config("proxy.max_in_flight=1000")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (512, 4096))
+    assert by_name(machine.check_machine(settings, [], 0, 0))["descriptors"].status == "ok"
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (512, 1024))
+    found = by_name(machine.check_machine(settings, [], 0, 0))["descriptors"]
+    assert found.status == "warning" and "1024" in found.text and "proxy.max_in_flight" in found.fix
 
 
 HOLDER = """

@@ -12,6 +12,7 @@ import typer
 
 from pdxfer.cli.options import AsJson, ConfigFiles, Sets, load_settings, new_app, print_json, say
 from pdxfer.config.schema import Config
+from pdxfer.core.descriptors import raise_limit
 from pdxfer.core.errors import ConfigError
 from pdxfer.core.logs import setup_logging
 
@@ -122,6 +123,7 @@ def _serve_here(config: Config, role: Role) -> None:
     from pdxfer.cli import processes
 
     setup_logging(config.log.level, config.log.style)
+    raise_limit()
     with suppress(KeyboardInterrupt):
         serve = processes.serve_router if role is Role.router else processes.serve_proxy
         serve(config)
@@ -164,6 +166,7 @@ def _launch(
     if dry_run:
         _print_plan(plan("CONFIG"), as_json)
         return
+    raise_limit()
     config = prepare(config, _prepare_demo, has_engines=role is not Role.store)
     with run_directory(config) as file:
         specs = plan(str(file))

@@ -18,6 +18,7 @@ from pdxfer.controller.board import Board
 from pdxfer.controller.http_server import http_protocol
 from pdxfer.controller.routes import make_app
 from pdxfer.controller.settings import ControllerSettings
+from pdxfer.core.descriptors import AcceptErrors
 from pdxfer.core.errors import CutOffError, ListenError
 from pdxfer.metrics.spans import Spans
 from pdxfer.router.server import RouterServer
@@ -80,6 +81,7 @@ async def _serve_http(router: RouterServer, settings: ControllerSettings, listen
     )  # fmt: skip
     asked, forced = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(AcceptErrors())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (forced if asked.is_set() else asked).set())
     serving = asyncio.create_task(http.serve([listener]))

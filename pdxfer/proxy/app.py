@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from pdxfer.core.clock import SYSTEM_CLOCK, Clock
+from pdxfer.core.descriptors import AcceptErrors
 from pdxfer.core.errors import CutOffError, ListenError
 from pdxfer.metrics.catalog import MetricSet
 from pdxfer.metrics.exporter import CONTENT_TYPE, render
@@ -279,6 +280,7 @@ async def run(settings: ProxySettings, make_pairer: Callable[[OnMessage], Pairer
         (force if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(AcceptErrors())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     proxy = Proxy(settings, make_pairer)

@@ -1,4 +1,4 @@
-"""Ports, memory, disk, clock: what the machine has left for this configuration."""
+"""Ports, memory, disk, descriptors, clock: what the machine has left for this configuration."""
 
 import ctypes
 import shutil
@@ -11,6 +11,7 @@ from pdxfer.cli.checks.finding import Finding, blocks, ok, warning
 from pdxfer.config.flags import CONNECTOR
 from pdxfer.config.network import bind_address, is_loopback
 from pdxfer.config.schema import Config
+from pdxfer.core.descriptors import attainable
 from pdxfer.launcher.errors import LaunchError
 from pdxfer.launcher.ready import check_ports, holders
 from pdxfer.launcher.spec import ProcessSpec
@@ -20,13 +21,17 @@ _ENGINE_GIB = 2.0
 """Of one vLLM process group beside weights and KV, on CPU."""
 _MIN_DISK_GIB = 2.0
 _MIN_SHM_MIB = 256
+_REQUEST_DESCRIPTORS = 3
+"""The client's connection and one to each engine of the pair."""
+_OTHER_DESCRIPTORS = 100
+"""Of a proxy without requests: its sockets, ZMQ's, files."""
 _TIME_ERROR = 5
 """adjtimex: the clock is not synchronised."""
 
 
 def check_machine(config: Config, specs: list[ProcessSpec], num_engines: int, weights_bytes: int) -> list[Finding]:
     """Everything that can run out, and the clock."""
-    return [*_ports(specs), _memory(config, num_engines, weights_bytes), *_disk(), _clock(config)]
+    return [*_ports(specs), _memory(config, num_engines, weights_bytes), *_disk(), _descriptors(config), _clock(config)]
 
 
 def _ports(specs: list[ProcessSpec]) -> list[Finding]:
@@ -88,6 +93,17 @@ def _disk() -> list[Finding]:
     if shared < _MIN_SHM_MIB:
         return [*findings, warning("shared memory", text, "containers: run with --shm-size=1g or --ipc=host")]
     return [*findings, ok("shared memory", text)]
+
+
+def _descriptors(config: Config) -> Finding:
+    """Of the process that needs most, the proxy."""
+    have = attainable()
+    need = config.proxy.max_in_flight * _REQUEST_DESCRIPTORS + _OTHER_DESCRIPTORS
+    text = f"{have} a process; proxy.max_in_flight {config.proxy.max_in_flight} may need {need}"
+    if have < need:
+        fix = "raise the hard limit (ulimit -Hn, LimitNOFILE= of a systemd service), or lower proxy.max_in_flight"
+        return warning("descriptors", text, fix)
+    return ok("descriptors", text)
 
 
 def _clock(config: Config) -> Finding:
