@@ -53,6 +53,8 @@ class PromptChunks:
         self._extras: list[bytes] = []
         self._mm_index = 0
         self._has_extras = bool(request.lora_request or request.mm_features or request.cache_salt)
+        self._adapter = ("", "")
+        """Path and digest of its LoRA adapter, looked at once: all its blocks are of the same weights."""
 
     def full(self, num_tokens: int) -> list[RankChunk]:
         """The complete chunks among the first `num_tokens` tokens, at most MAX_CHUNKS."""
@@ -123,12 +125,14 @@ class PromptChunks:
         for block in range(len(self._extras), end // size):
             start = block * size
             keys, self._mm_index = generate_block_hash_extra_keys(self.request, start, start + size, self._mm_index)
-            self._extras.append(extra_bytes([_stable(key) for key in keys or ()]))
+            self._extras.append(extra_bytes([self._stable(key) for key in keys or ()]))
         return self._extras
 
-
-def _stable(key: object) -> object:
-    """vLLM names an adapter by name and path; its weights are what KV depends on."""
-    if isinstance(key, tuple) and key[:1] == ("lora",):
-        return ("lora", adapter_digest(str(key[2])))
-    return key
+    def _stable(self, key: object) -> object:
+        """vLLM names an adapter by name and path; its weights are what KV depends on."""
+        if not isinstance(key, tuple) or key[:1] != ("lora",):
+            return key
+        path = str(key[2])
+        if self._adapter[0] != path:
+            self._adapter = (path, adapter_digest(path))
+        return ("lora", self._adapter[1])

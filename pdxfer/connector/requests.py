@@ -90,25 +90,16 @@ def adapter_digest(path: str) -> str:
     """Digest of a LoRA adapter, found as vLLM finds it (below ~, in Hugging Face's cache); its path where it is not on
     this host. Cached by the files' identity. One that cannot be read is like no other: its KV is neither moved nor
     found again."""
-    expanded = Path(os.path.expanduser(path))
-    directory = expanded if expanded.is_dir() else _downloaded(path)
-    if directory is None:
+    directory = Path(os.path.expanduser(path))
+    if not directory.is_dir():
+        directory = snapshot(path)
+    if not directory.is_dir():
         return path
     try:
         return _files_digest(str(directory), _identities(directory)) or path
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         log.warning("LoRA adapter %s cannot be read, so its KV is not shared: %s", path, error)
         return f"{path} {secrets.token_hex(16)}"
-
-
-_snapshots: dict[str, Path] = {}
-"""By Hugging Face name, once found: looking takes a millisecond, and an engine keeps what it has loaded."""
-
-
-def _downloaded(name: str) -> Path | None:
-    if name not in _snapshots and (directory := snapshot(name)).is_dir():
-        _snapshots[name] = directory
-    return _snapshots.get(name)
 
 
 def _identities(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
