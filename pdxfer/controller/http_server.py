@@ -10,6 +10,8 @@ import logging
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pdxfer.core.late import Late
+
 log = logging.getLogger(__name__)
 
 
@@ -25,29 +27,24 @@ def http_protocol(stall_s: float) -> type[asyncio.Protocol]:
 
 class _Http(H11Protocol):
     limit_s: float
-    _late: asyncio.TimerHandle | None = None
+    _late: Late
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        self._late = self.loop.call_later(self.limit_s, self._cut_off)
+        self._late = Late(self.loop, self.limit_s, self._cut_off)
+        self._late.start()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._in_time()
-        elif self._late is None:
-            self._late = self.loop.call_later(self.limit_s, self._cut_off)
+            self._late.stop()
+        else:
+            self._late.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        self._late.stop()
         super().connection_lost(exc)
 
-    def _in_time(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
     def _cut_off(self) -> None:
-        self._late = None
         log.debug("cut off %s: no whole request within %g s (proxy.client_stall_s)", self.client, self.limit_s)
         self.transport.close()

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
 
+from pdxfer.core.late import Late
 from pdxfer.proxy.errors import ApiError
 from pdxfer.proxy.http_log import HTTP_LOG, line
 
@@ -40,32 +41,26 @@ class _Handler(web.RequestHandler):
     def __init__(self, manager: web.Server, *, stall_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
         self._stall_s = stall_s
-        self._late: asyncio.TimerHandle | None = None
+        self._late = Late(self._loop, stall_s, self._cut_off)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._late = self._loop.call_later(self._stall_s, self._cut_off)
+        self._late.start()
 
     def data_received(self, data: bytes) -> None:
         """aiohttp waits (`_waiter`) while there is no whole head; bodies have the deadline of who reads them."""
         num_before = self._request_count
         super().data_received(data)
         if self._request_count != num_before:
-            self._in_time()
-        elif self._late is None and self._waiter is not None and not self._waiter.done():
-            self._late = self._loop.call_later(self._stall_s, self._cut_off)
+            self._late.stop()
+        elif self._waiter is not None and not self._waiter.done():
+            self._late.start()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._in_time()
+        self._late.stop()
         super().connection_lost(exc)
 
-    def _in_time(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
     def _cut_off(self) -> None:
-        self._late = None
         HTTP_LOG.debug("cut off %s: no whole head within %g s (proxy.client_stall_s)", self.peername, self._stall_s)
         self.force_close()
 
